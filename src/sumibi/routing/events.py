@@ -1,0 +1,246 @@
+"""What goes into the router (events) and what comes out (instructions).
+
+Every event carries `t`: seconds on the shell's monotonic clock, never decreasing from one event to the
+next. Shells build events from sockets or from simulated engines; the router never asks for anything
+back except through instructions. All types are frozen, tagged and msgspec-encodable, so that a log of
+them can be written, read and replayed.
+
+Life of a request, as the shell tells it:
+
+    Arrived -> Admitted -> (Dispatch) -> Dispatched -> FirstToken -> Finished
+                       \\-> (Refuse)
+
+`Finished` ends an attempt, whatever happened to it. If the reason allows a retry and nothing was sent to
+the client yet, the router answers with another `Dispatch` (the reservation moves); otherwise the request
+is over and every part of its reservation is released, exactly once.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from sumibi.core.kvevents import EventBatch
+from sumibi.core.latency import LatencyModel
+
+
+class Grade(StrEnum):
+    """How well we know an endpoint's cache. Shown per endpoint, never degrades in silence."""
+
+    EXACT = "exact"
+    """KV events arrive without a gap: the index equals the cache, up to the events' delay."""
+    APPROXIMATE = "approximate"
+    """Known from our own reservations and `cached_tokens` only, or events with a gap."""
+    NONE = "none"
+    """Nothing known (suspect endpoint, unknown prompt)."""
+
+
+class PromptGrade(StrEnum):
+    """How well we know a prompt's keys."""
+
+    EXACT = "exact"
+    """Rendered and tokenised as the engine does it."""
+    ESTIMATED = "estimated"
+    """Known prefix exact, the length of the rest estimated."""
+    APPROXIMATE = "approximate"
+    """Byte-chunk keys, no tokenizer: comparable among themselves only."""
+
+
+class FinishReason(StrEnum):
+    """Why an attempt ended. `retriable` says whether another endpoint may take the request."""
+
+    STOP = "stop"
+    """The engine ended by itself (stop token, stop string, length, tool call)."""
+    CLIENT_GONE = "client_gone"
+    """The client closed its connection; the engine's side was aborted."""
+    REFUSED = "refused"
+    """The endpoint refused the connection: no byte of the request was processed."""
+    ENGINE_GONE = "engine_gone"
+    """The connection to the endpoint broke before its answer was complete."""
+    ENGINE_ERROR = "engine_error"
+    """The endpoint answered 5xx or 429."""
+    TIMEOUT = "timeout"
+    """The endpoint did not answer in time."""
+    REJECTED = "rejected"
+    """The endpoint answered 4xx: the request itself is at fault."""
+    SHUTDOWN = "shutdown"
+    """The gateway is going down and its drain time is over."""
+
+    @property
+    def retriable(self) -> bool:
+        """True if another endpoint might do better with the same request."""
+        return self in (self.REFUSED, self.ENGINE_GONE, self.ENGINE_ERROR, self.TIMEOUT)
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of every event; `t` is seconds on the shell's monotonic clock."""
+
+    t: float
+
+
+class Arrived(Event, frozen=True):
+    """A request was read and parsed. Nothing is placed yet."""
+
+    request: str
+    """Unique id."""
+    model: str
+    """As the endpoints name it (a served model or an adapter)."""
+    keys: list[int]
+    """Routing keys of the prompt's full blocks, in order (router block size of the model)."""
+    prompt_tokens: int
+    """Whole prompt, partial last block included; estimated if `prompt_grade` is not exact."""
+    max_tokens: int | None = None
+    """The client's limit on output, None if it gave none."""
+    tenant: str = ""
+    priority: int = 0
+    """Higher is more urgent; the cost of delaying a request is weighted by it (not yet used)."""
+    prompt_grade: PromptGrade = PromptGrade.EXACT
+    stream: bool = False
+
+
+class Admitted(Event, frozen=True):
+    """Tenancy and limits agree: choose and reserve now."""
+
+    request: str
+
+
+class Dispatched(Event, frozen=True):
+    """The request's bytes left for `endpoint`."""
+
+    request: str
+    attempt: int
+    endpoint: str
+
+
+class FirstToken(Event, frozen=True):
+    """First byte of a generated answer arrived: the prefill part of the reservation ends."""
+
+    request: str
+    attempt: int
+
+
+class Finished(Event, frozen=True):
+    """An attempt is over. Usage fields are None when the engine did not report them."""
+
+    request: str
+    attempt: int
+    reason: FinishReason
+    answered: bool
+    """True once any byte of an answer went to the client: then no retry is possible."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class EndpointUp(Event, frozen=True):
+    """An endpoint is (again) ready to take requests. Repeated for a known one, it updates the fields."""
+
+    endpoint: str
+    """Canonical `http://host:port#rank`."""
+    models: list[str]
+    engine_block_tokens: int | None = None
+    kv_tokens: int | None = None
+    """Capacity of its device KV cache."""
+    max_sequences: int | None = None
+    """Sequences it runs at once (vLLM's --max-num-seqs)."""
+    has_events: bool = False
+    has_replay: bool = False
+    latency: LatencyModel | None = None
+    """Where learning starts; None takes the router's default."""
+    process_start_s: float | None = None
+    """Wall-clock start of the engine process (`process_start_time_seconds`)."""
+
+
+class EndpointSuspect(Event, frozen=True):
+    """Something smells of a restart: broken subscription, refused connection, ... Blocks lose trust."""
+
+    endpoint: str
+    cause: str
+
+
+class EndpointDown(Event, frozen=True):
+    """The endpoint takes no requests (health check failed, or it was removed for good)."""
+
+    endpoint: str
+    cause: str
+    removed: bool = False
+    """True: forget it altogether."""
+
+
+class EngineBatch(Event, frozen=True):
+    """One KV event batch, live or replayed."""
+
+    endpoint: str
+    batch: EventBatch
+    digest: int
+    """xxh3_64 of the payload bytes: tells whether a batch seen again is the same one."""
+    replayed: bool = False
+
+
+class ReplayEnded(Event, frozen=True):
+    """The replay asked for by `AskReplay` is over; `ok` means its end mark was seen."""
+
+    endpoint: str
+    ok: bool
+
+
+class Signals(Event, frozen=True):
+    """What the endpoint's /metrics said. `scraped_t` is when the scrape was sent (same clock as t)."""
+
+    endpoint: str
+    scraped_t: float
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    """0..1, 1 = full."""
+    process_start_s: float | None = None
+
+
+class Tick(Event, frozen=True):
+    """Time passed: deadlines, ageing. Sent at the times asked for by `WakeAt`."""
+
+
+class Instruction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of every instruction: what the shell must do now, in the order given."""
+
+
+class Dispatch(Instruction, frozen=True):
+    """Send the request to `endpoint`. The reservation is already made."""
+
+    request: str
+    attempt: int
+    """1 for the first try."""
+    endpoint: str
+    decision: str
+    """Id of the decision record."""
+
+
+class Refuse(Instruction, frozen=True):
+    """Answer the client with an error; nothing is reserved any more."""
+
+    request: str
+    status: int
+    reason: str
+    """One of the closed list of drop reasons (`rejected-no-endpoints`, ...)."""
+    message: str
+
+
+class AskReplay(Instruction, frozen=True):
+    """Ask the endpoint's replay socket for every batch from `from_seq` on; feed them as replayed
+    `EngineBatch`es, then `ReplayEnded`. Live batches meanwhile are fed as usual."""
+
+    endpoint: str
+    from_seq: int
+
+
+class WakeAt(Instruction, frozen=True):
+    """Send a `Tick` at or soon after `at` (seconds, same clock as events)."""
+
+    at: float
+
+
+class GradeChanged(Instruction, frozen=True):
+    """For logs, metrics and the dashboard: what is known of an endpoint's cache changed."""
+
+    endpoint: str
+    grade: Grade
+    cause: str
