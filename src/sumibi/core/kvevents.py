@@ -60,12 +60,25 @@ class EventBatch(msgspec.Struct):
     skipped: int = 0
 
 
-_STORED_SLOTS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
-_STORED_SLOTS += ("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind")
-_SLOTS = {
-    "BlockStored": (_STORED_SLOTS, 4),
-    "BlockRemoved": (("block_hashes", "medium", "group_idx"), 1),
-    "AllBlocksCleared": ((), 0),
+# Positional events: names of their slots in order, and how many must be there.
+_SLOTS: dict[str, tuple[list[str], int]] = {
+    "BlockStored": (
+        [
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "extra_keys",
+            "group_idx",
+            "kv_cache_spec_kind",
+        ],
+        4,
+    ),
+    "BlockRemoved": (["block_hashes", "medium", "group_idx"], 1),
+    "AllBlocksCleared": ([], 0),
 }
 _typed = msgspec.msgpack.Decoder(KVEvent)
 _batch = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -102,7 +115,9 @@ def decode_batch(seq: int, payload: bytes) -> EventBatch:
             skipped += 1
         else:
             events.append(event)
-    return EventBatch(seq=seq, ts=ts, events=events, rank=rank if isinstance(rank, int) else 0, skipped=skipped)
+    return EventBatch(
+        seq=seq, ts=ts, events=events, rank=rank if isinstance(rank, int) else 0, skipped=skipped
+    )
 
 
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
@@ -125,6 +140,7 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     if isinstance(fields.get("lora_name"), dict):
         fields["cache_salt"] = fields.pop("lora_name").get("cache_salt")
     try:
-        return msgspec.convert({"type": slots[0], **fields}, KVEvent)  # type: ignore[arg-type]
+        event: KVEvent = msgspec.convert({"type": slots[0], **fields}, KVEvent)
     except msgspec.MsgspecError:
         return None
+    return event
