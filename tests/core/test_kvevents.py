@@ -47,7 +47,7 @@ def test_map_events_decode_and_unknown_keys_are_ignored():
     event = only(
         [{"locality": "LOCAL", "type": "BlockRemoved", "block_hashes": [b"x" * 32], "medium": "CPU"}]
     )
-    assert event == BlockRemoved(block_hashes=[b"x"], medium="CPU")
+    assert event == BlockRemoved(block_hashes=[b"x" * 32], medium="CPU")
 
 
 def test_positional_events_decode_short_and_long():
