@@ -1,0 +1,147 @@
+"""Everything `sumibi serve` can be told, as one frozen record; import-light so that `--help` is fast.
+
+The command line hands over strings; `engine_options` turns them into typed engines and raises
+ConfigError naming the flag and the word at fault. Everything else is typed here once and not checked
+again further in.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from sumibi.core.errors import ConfigError
+
+DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOption:
+    """One engine to serve from: where it answers HTTP and, if the user says so, where its KV events are."""
+
+    url: str
+    """`http://host:port`, no path, no trailing slash."""
+    kv_events: str | None = None
+    """ZMQ address of its event publisher; None asks the engine (`GET /kv_event_sources`)."""
+    kv_replay: str | None = None
+    """ZMQ address of its replay socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Every wait of the data plane has one of these limits (seconds)."""
+
+    request_head_s: float = 15.0
+    """From the first byte of a request to the end of its headers."""
+    request_body_s: float = 30.0
+    """Without a byte of a body that was announced."""
+    keep_alive_s: float = 75.0
+    """A client connection without a request on it."""
+    client_write_s: float = 60.0
+    """A client that does not read what was sent to it."""
+    connect_s: float = 5.0
+    """To open a connection to an engine."""
+    first_byte_s: float = 600.0
+    """From the request sent to the engine's first byte: prefill and the engine's own queue are in it."""
+    between_bytes_s: float = 300.0
+    """Between two pieces of one answer."""
+    upstream_idle_s: float = 4.0
+    """An unused engine connection is kept; below uvicorn's default of 5 s, to close before it does."""
+    drain_s: float = 30.0
+    """After SIGTERM: time for requests in flight before they are cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """The gateway's configuration. `engines` comes from `engine_options`."""
+
+    engines: tuple[EngineOption, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tokenizer: Path | None = None
+    """Directory with tokenizer.json and chat template of the model served; None: found or asked for."""
+    policy: str = "cost"
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = 8080
+    """None: no admin door."""
+    admin_key: str | None = None
+    """None: read from `admin_key_file`, else a generated one kept in the state directory."""
+    admin_key_file: Path | None = None
+    api_keys: Path | None = None
+    """YAML or JSON file: SHA-256 (hex) of an API key -> tenant id."""
+    usage_log: Path | None = None
+    """None: `usage.jsonl` in the state directory."""
+    record: Path | None = None
+    """Directory for the recording of arrivals, decision inputs and outcomes; None: no recording."""
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    scrape_interval_s: float = 1.0
+    """Between two reads of an engine's /metrics (and health checks)."""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+def engine_options(engines: Iterable[str], kv_events: Iterable[str] = ()) -> tuple[EngineOption, ...]:
+    """Typed engines from `--engine URL[,URL]` and `--kv-events URL=tcp://...[,replay=tcp://...]` words.
+
+    Example: `engine_options(["http://a:8001,http://b:8001"], ["http://a:8001=tcp://a:5557"])`.
+    Raises ConfigError naming the flag and the malformed, repeated or unknown word.
+    """
+    urls = [_engine_url(word) for text in engines for word in text.split(",") if word.strip()]
+    if not urls:
+        raise ConfigError("--engine: name at least one engine, for example --engine http://127.0.0.1:8001")
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"--engine: {url} is named twice")
+    sources: dict[str, tuple[str, str | None]] = {}
+    for text in kv_events:
+        url, source = _event_source(text, urls)
+        if url in sources:
+            raise ConfigError(f"--kv-events: {url} is named twice")
+        sources[url] = source
+    return tuple(EngineOption(url, *sources.get(url, (None, None))) for url in urls)
+
+
+def _engine_url(word: str) -> str:
+    """`http://host:port` from what a user writes; raises ConfigError."""
+    word = word.strip()
+    parts = _split(word)
+    if parts is None or parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(f"--engine {word!r}: want http://HOST:PORT")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(f"--engine {word!r}: want http://HOST:PORT without a path, a query or a user name")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"http://{host}:{parts.port or 80}"
+
+
+def _event_source(text: str, urls: Sequence[str]) -> tuple[str, tuple[str, str | None]]:
+    """(engine url, (publisher, replay or None)) from one --kv-events word; raises ConfigError."""
+    head, *rest = text.split(",")
+    url_text, equals, publisher = head.partition("=")
+    if not equals or not _is_zmq_address(publisher):
+        raise ConfigError(f"--kv-events {text!r}: want ENGINE_URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]")
+    url = _engine_url(url_text)
+    if url not in urls:
+        raise ConfigError(f"--kv-events {text!r}: {url} is not among the --engine URLs")
+    replay = None
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name != "replay" or not _is_zmq_address(value):
+            raise ConfigError(f"--kv-events {text!r}: after the address only replay=tcp://HOST:PORT is known")
+        replay = value
+    return url, (publisher, replay)
+
+
+def _is_zmq_address(text: str) -> bool:
+    parts = _split(text)
+    return parts is not None and (
+        (parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port)) or parts.scheme == "ipc"
+    )
+
+
+def _split(text: str) -> SplitResult | None:
+    """urlsplit, with None for what it (or its port) cannot read."""
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts
