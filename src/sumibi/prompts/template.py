@@ -1,0 +1,360 @@
+"""Chat templates: from messages to the text a model sees, exactly as transformers and vLLM render it.
+
+A template is a jinja program in the checkpoint directory. It runs in the same sandbox with the same
+filters and globals as `transformers.apply_chat_template`, which is the oracle in the tests. Messages are
+first brought into the form that vLLM hands to templates (`normalise`): many templates break on
+`content: null`, on content parts, or on tool arguments that are still a JSON string.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from sumibi.core.errors import BadRequest, ModelError
+from sumibi.prompts.tokenizer import Tokenizer, read_tokenizer_config
+
+Message = dict[str, Any]
+"""One chat message as decoded from JSON; a template may read any field of it."""
+
+ContentFormat = Literal["string", "parts"]
+"""Whether a template wants `content` as one string or as a list of `{"type": "text", "text": ...}`."""
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_PARTS["thinking"] = "thinking"
+
+
+class UnsupportedContent(BadRequest):
+    """A content part that is no text (image, audio, ...): only an engine with that model knows its tokens."""
+
+
+class ChatTemplate:
+    """One checkpoint's chat template, or its named set (`default`, `tool_use`). Immutable."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        """Compile `templates`, which must hold `default`. Raises ModelError naming the one that is broken."""
+        if "default" not in templates:
+            raise ModelError(f"chat template: no default among {sorted(templates)}")
+        self._special_tokens = dict(special_tokens or {})
+        self._compiled = {name: _compile(name, source) for name, source in templates.items()}
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer: Tokenizer | None = None) -> "ChatTemplate | None":
+        """The template of a checkpoint directory, None if it has none (a base model).
+
+        `chat_template.jinja` and `chat_templates/*.jinja` win over `tokenizer_config.json`, as in
+        transformers. `tokenizer` supplies the special tokens, read from the directory otherwise.
+        """
+        tokenizer = tokenizer or Tokenizer.load(directory)
+        templates = _read_templates(directory)
+        return cls(templates, tokenizer.special_tokens) if templates else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt's text. Raises BadRequest when the template refuses the messages.
+
+        `messages` may be straight from a request: they are normalised first. `template_kwargs` are
+        visible to the template as variables (`enable_thinking=False`).
+        """
+        if not messages:
+            raise BadRequest("messages: at least one message is needed", param="messages")
+        compiled = self._select(tools)
+        return compiled.render(
+            normalise(messages, compiled.content_format),
+            tools,
+            add_generation_prompt,
+            continue_final_message,
+            {**self._special_tokens, **template_kwargs},
+        )
+
+    def is_deterministic(self, *, with_tools: bool) -> bool:
+        """False if equal messages may render differently (a date, a random choice)."""
+        return self._select([{}] if with_tools else None).deterministic
+
+    def content_format(self, *, with_tools: bool) -> ContentFormat:
+        """How the template wants message content."""
+        return self._select([{}] if with_tools else None).content_format
+
+    def _select(self, tools: Sequence[dict[str, Any]] | None) -> "_Compiled":
+        if tools is not None and "tool_use" in self._compiled:
+            return self._compiled["tool_use"]
+        return self._compiled["default"]
+
+
+class _Compiled:
+    """One compiled template with what its source tells about it."""
+
+    def __init__(self, template: jinja2.Template, tree: jinja2.nodes.Template) -> None:
+        self._template = template
+        self.content_format: ContentFormat = "parts" if _iterates_content(tree) else "string"
+        self.deterministic = not _is_random(tree)
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        if continue_final_message:
+            messages = [*messages[:-1], _mark_end(messages[-1])]
+        try:
+            text = self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=variables.pop("documents", None),
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except Exception as cause:  # a template is a program: anything may come out of it
+            raise BadRequest(
+                f"messages: the model's chat template refuses them: {cause}", param="messages"
+            ) from cause
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def normalise(messages: Sequence[Message], content_format: ContentFormat) -> list[Message]:
+    """Messages as vLLM hands them to a template; the input is not changed.
+
+    Kept are the fields that vLLM keeps: role, content, name, and by role tool_calls, reasoning,
+    tool_call_id, tools. `content` becomes a string (parts joined by newlines), or a list of text parts
+    for templates that iterate over it; null becomes empty. Raises BadRequest with the field's path.
+    """
+    return [_normalise_one(message, index, content_format) for index, message in enumerate(messages)]
+
+
+def _normalise_one(message: Message, index: int, content_format: ContentFormat) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadRequest(f"messages[{index}].role: a string is needed", param=f"messages[{index}].role")
+    texts = _content_texts(message.get("content"), f"messages[{index}].content")
+    as_string = content_format == "string" or role == "tool"
+    content = "\n".join(texts) if as_string else [{"type": "text", "text": text} for text in texts]
+    out: Message = {"role": role, "content": content}
+    if role == "assistant":
+        if message.get("tool_calls"):
+            out["tool_calls"] = _tool_calls(message["tool_calls"], f"messages[{index}].tool_calls")
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            out["reasoning"] = out["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        out["tool_call_id"] = message["tool_call_id"]
+    elif role == "developer":
+        out["tools"] = message.get("tools")
+    if isinstance(message.get("name"), str):
+        out["name"] = message["name"]
+    return out
+
+
+def _content_texts(content: object, path: str) -> list[str]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise BadRequest(f"{path}: a string, a list of parts or null is allowed", param=path)
+    texts = []
+    for index, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise BadRequest(f"{path}[{index}]: an object with a `type` is needed", param=f"{path}[{index}]")
+        if kind not in _TEXT_PARTS:
+            raise UnsupportedContent(
+                f"{path}[{index}].type: {kind!r} is not text; allowed are {', '.join(_TEXT_PARTS)}",
+                param=f"{path}[{index}].type",
+            )
+        text = part.get(_TEXT_PARTS[kind])
+        if isinstance(text, str):
+            texts.append(text)
+        elif text is not None:
+            raise BadRequest(f"{path}[{index}].{_TEXT_PARTS[kind]}: a string is needed", param=path)
+    return texts
+
+
+def _tool_calls(calls: object, path: str) -> list[Message]:
+    """Tool calls with `arguments` as an object: templates expect that, requests carry a JSON string."""
+    if not isinstance(calls, list):
+        raise BadRequest(f"{path}: a list is needed", param=path)
+    out = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise BadRequest(f"{path}[{index}].function: an object is needed", param=f"{path}[{index}]")
+        out.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+    return out
+
+
+def _arguments(arguments: object) -> object:
+    """What engines do with arguments that are no JSON: an empty object, not an error."""
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return {}
+    return arguments if isinstance(arguments, dict | list) else {}
+
+
+_MARK = "<sumibi:end-of-final-message>"
+
+
+def _mark_end(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, list):
+        if not content:
+            raise BadRequest("messages: the final message has no text to continue", param="messages")
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
+    return {**message, "content": content + _MARK}
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(_MARK)
+    if at < 0:
+        raise BadRequest("messages: the chat template does not show the final message", param="messages")
+    return text[:at]
+
+
+def _read_templates(directory: Path) -> dict[str, str]:
+    templates = {}
+    try:
+        default = directory / "chat_template.jinja"
+        if default.is_file():
+            templates["default"] = default.read_text(encoding="utf-8")
+        for path in sorted((directory / "chat_templates").glob("*.jinja")):
+            templates[path.stem] = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ModelError(f"{directory}: cannot read the chat template: {cause}") from cause
+    if templates:
+        return templates
+    configured = read_tokenizer_config(directory).get("chat_template")
+    if isinstance(configured, str):
+        return {"default": configured}
+    if isinstance(configured, list):
+        return {entry["name"]: entry["template"] for entry in configured}
+    return {}
+
+
+def _compile(name: str, source: str) -> _Compiled:
+    try:
+        return _Compiled(_environment.from_string(source), _environment.parse(source))
+    except jinja2.TemplateError as cause:
+        raise ModelError(f"chat template {name}: {cause}") from cause
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model wrote, for training; rendered, it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja reads it as a class attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML; a model must see plain JSON."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # local time, as transformers has it
+
+
+def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    environment.globals.update(functions)
+    return environment
+
+
+_environment = _make_environment()
+
+
+def _is_random(tree: jinja2.nodes.Template) -> bool:
+    names = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load"}
+    filters = {node.name for node in tree.find_all(jinja2.nodes.Filter)}
+    return bool(names & {"strftime_now", "lipsum"}) or "random" in filters
+
+
+def _iterates_content(tree: jinja2.nodes.Template) -> bool:
+    """True if the template loops over a message's content, so it expects a list of parts.
+
+    The rule by which vLLM and SGLang choose the form: a `for` over `x['content']`, where x is the target
+    of a `for` over `messages` or over a variable made from it.
+    """
+    lists = _aliases(tree, {"messages"})
+    items = {
+        loop.target.name
+        for loop in tree.find_all(jinja2.nodes.For)
+        if isinstance(loop.target, jinja2.nodes.Name) and _names_of(loop.iter, None) & lists
+    }
+    return any(_names_of(loop.iter, "content") & items for loop in tree.find_all(jinja2.nodes.For))
+
+
+def _aliases(tree: jinja2.nodes.Template, names: set[str]) -> set[str]:
+    """`names` and every variable assigned from one of them (`{% set loop_messages = messages[1:] %}`)."""
+    while True:
+        more = {
+            assign.target.name
+            for assign in tree.find_all(jinja2.nodes.Assign)
+            if isinstance(assign.target, jinja2.nodes.Name) and _names_of(assign.node, None) & names
+        }
+        if more <= names:
+            return names
+        names = names | more
+
+
+def _names_of(node: jinja2.nodes.Node | None, key: str | None) -> set[str]:
+    """The variable that `node` is (key None), or whose item `key` it is; filters, tests and slices are
+    looked through.
+    """
+    match node:
+        case jinja2.nodes.Filter() | jinja2.nodes.Test():
+            return _names_of(node.node, key)
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Slice()):
+            return _names_of(node.node, key)
+        case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value=value)) if value == key:
+            return _names_of(node.node, None)
+        case jinja2.nodes.Getattr(attr=attr) if attr == key:
+            return _names_of(node.node, None)
+        case jinja2.nodes.Name(name=name) if key is None:
+            return {name}
+    return set()

@@ -1,0 +1,208 @@
+"""A model's tokenizer, from the files of its checkpoint directory, as transformers would load it.
+
+`tokenizer.json` decides how text becomes ids, its post-processor included (that is where a BOS comes
+from). `tokenizer_config.json` only names special tokens. Nothing else of the directory is read, so a
+tokenizer alone is a few hundred milliseconds and needs neither torch nor transformers.
+
+Two things here go beyond encode and decode. `Detokenizer` turns a stream of ids into text that never
+holds half a character. `boundaries` finds the places where a text may be cut so that encoding the parts
+gives the encoding of the whole: in front of a special token, because special tokens are taken out of a
+text before anything else looks at it.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from sumibi.core.errors import ModelError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REPLACEMENT = "\ufffd"
+_MAX_UNFINISHED_TOKENS = 3
+"""A UTF-8 character has at most 4 bytes and a token at least one: 3 tokens can end an unfinished one."""
+
+
+class Tokenizer:
+    """Text to token ids and back. Immutable after loading, so one object serves all threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
+        """Wrap `backend`; `special_tokens` maps names such as `bos_token` to their text."""
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        """Named special tokens as a chat template sees them, e.g. `{"eos_token": "<|im_end|>"}`."""
+        # Truncation and padding written into a file are training leftovers; serving never wants them.
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._boundary_pattern, self._safe = _boundary_pattern(list(added.values()))
+        self.lookahead = max((len(text) for text in self._safe), default=0)
+        """Characters after a boundary that decide whether it is one."""
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """Read `tokenizer.json` and, if present, `tokenizer_config.json`. Raises ModelError."""
+        path = directory / "tokenizer.json"
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        except OSError as cause:
+            raise ModelError(f"{path}: cannot read the tokenizer ({cause.strerror})") from cause
+        except ValueError as cause:
+            raise ModelError(f"{path}: not a tokenizer file: {cause}") from cause
+        config = read_tokenizer_config(directory)
+        named = {
+            key: text
+            for key, value in config.items()
+            if (key in _NAMED or key.endswith("_token")) and (text := _token_text(value)) is not None
+        }
+        extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+        if isinstance(extra, dict):
+            named.update({key: text for key, value in extra.items() if (text := _token_text(value))})
+            extra = []
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        texts = [*named.values(), *(text for value in extra if (text := _token_text(value)))]
+        for text in dict.fromkeys(texts):
+            if text not in known:
+                backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+        return cls(backend, named)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, None if the model has none."""
+        return self.token_id(self.special_tokens.get("bos_token"))
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a turn or text, None if the model has none."""
+        return self.token_id(self.special_tokens.get("eos_token"))
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of one token's text, None if it is not in the vocabulary."""
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special_tokens` adds what the model's file says (often BOS): True for a plain completion,
+        False for a rendered chat, whose template has written them already.
+        """
+        # encode_fast skips character offsets: a third of the time on long texts.
+        encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The vocabulary entry of one id (byte-level alphabet, not readable text); empty if unknown."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> "Detokenizer":
+        """A fresh `Detokenizer` for output that follows `context` (the prompt's ids, or its tail)."""
+        return Detokenizer(self, context, skip_special_tokens=skip_special_tokens)
+
+    def boundaries(self, text: str, start: int = 0) -> Iterator[int]:
+        """Character positions >= `start` where a special token begins: safe places to cut `text`.
+
+        `encode(text) == encode(text[:p]) + encode(text[p:])` for each of them (without added special
+        tokens). `start` must be 0 or itself such a position.
+        """
+        if self._boundary_pattern is None:
+            return
+        for match in self._boundary_pattern.finditer(text, start):
+            if match.group() in self._safe:
+                yield match.start()
+
+
+class Detokenizer:
+    """Turns ids that arrive one by one into text, holding back what is not yet a whole character.
+
+    Decoding a token alone is wrong (a character may span tokens, and sentencepiece drops a leading
+    space), decoding everything again each time is quadratic. So it decodes a window: the last piece that
+    went out, and what came since; the piece's own text is cut off the front.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        # A few tokens of context decide about a leading space; whether they make whole characters is
+        # settled by the caller's prompt being text.
+        self._window = [i for i in context[-8:] if i not in self._skip]
+        self._done = len(self._window)
+        self._done_text = self._decode(self._window)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take more ids; return the text that is now certain (possibly empty)."""
+        window = self._window
+        window += [i for i in token_ids if i not in self._skip]
+        earliest = max(self._done, len(window) - _MAX_UNFINISHED_TOKENS)
+        for end in range(len(window), self._done, -1):
+            text = self._decode(window[:end])
+            # At `earliest` whatever is broken stays broken: no later byte can complete it.
+            if not text.endswith(_REPLACEMENT) or end == earliest:
+                return self._emit(text, end)
+        return ""
+
+    def finish(self) -> str:
+        """The rest: an unfinished character at the very end comes out as U+FFFD."""
+        if self._done == len(self._window):
+            return ""
+        return self._emit(self._decode(self._window), len(self._window))
+
+    def _emit(self, text: str, end: int) -> str:
+        if text.startswith(self._done_text):
+            piece = text[len(self._done_text) :]
+        else:  # a byte-fallback run that turned out to be broken: its known part is out already
+            piece = self._decode(self._window[self._done : end])
+        self._window = self._window[self._done :]
+        self._done = end - self._done
+        self._done_text = self._decode(self._window[: self._done])
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False) if token_ids else ""
+
+
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """`tokenizer_config.json` as a dict, empty if there is none. Raises ModelError if it is broken."""
+    path = directory / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as cause:
+        raise ModelError(f"{path}: cannot read it as JSON: {cause}") from cause
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return config
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as a string or as `{"content": ...}`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _boundary_pattern(added: list[tokenizers.AddedToken]) -> tuple[re.Pattern[str] | None, frozenset[str]]:
+    """A pattern that finds added tokens as the tokenizers library does, and those that are safe cuts.
+
+    Only tokens matched on the raw text (not normalised) matter. The leftmost match wins, then the
+    longest, which an alternation sorted by length reproduces. A `single_word` token looks at its
+    neighbours, which a pattern cannot: a vocabulary with one gets no boundaries at all. A token that
+    swallows whitespace on its left does not begin where its text does: found, but no safe cut.
+    """
+    raw = sorted((token for token in added if not token.normalized), key=lambda token: -len(token.content))
+    safe = frozenset(token.content for token in raw if not token.lstrip)
+    if not safe or any(token.single_word for token in raw):
+        return None, frozenset()
+    return re.compile("|".join(re.escape(token.content) for token in raw)), safe
