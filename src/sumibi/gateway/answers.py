@@ -1,0 +1,146 @@
+"""What the gateway reads of an answer on its way through: where events end, how many, and the usage.
+
+Nothing is parsed piece by piece. A stream is only cut at event boundaries, so that an error event can
+always be put in after a whole event, however the engine's bytes were split; its usage is read once, from
+its last events. The engine's `usage` is taken when it is there. A client that did not ask for it in its
+stream (`stream_options.include_usage`) gets bytes without it, and we do not change requests: then output
+tokens are counted as the events between the first and `[DONE]`, which is what vLLM sends one of per token,
+and the record says that it is an estimate.
+"""
+
+import msgspec
+
+_EVENT_END = b"\n\n"
+_CRLF_EVENT_END = b"\r\n\r\n"
+_MAX_HELD_BYTES = 256 * 1024
+"""An unfinished event longer than this is passed on as it is."""
+_MAX_JSON_BYTES = 8 * 1024 * 1024
+"""Longer answers without streaming are passed through and their usage is not read."""
+_USAGE_EVENTS = 4
+"""How many of the last events are searched for usage."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one answer."""
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    exact: bool
+    """True if the engine said so; False if counted here."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _WireUsage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _WireUsage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+class EventStream:
+    """The body of a streamed answer: `feed` gives back what may go to the client now."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        """Whole events passed, `[DONE]` among them."""
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._last: list[bytes] = []  # the last blocks of whole events, newest last
+
+    def feed(self, pieces: list[bytes]) -> bytes:
+        """Whole events out of `pieces` and what was held before; empty if none is complete."""
+        block = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if not self._held and block.endswith(_EVENT_END):
+            self._passed(block)
+            return block
+        return self._cut(block)
+
+    def rest(self) -> bytes:
+        """What is still held: an event that the engine did not finish."""
+        rest = b"".join(self._held)
+        self._held, self._held_bytes = [], 0
+        return rest
+
+    def usage(self) -> Usage | None:
+        """Usage from the last events, None if there is none (or not in a form we know)."""
+        tail = b"".join(self._last)
+        if b'"usage"' not in tail:
+            return None
+        for event in reversed(tail.replace(b"\r\n", b"\n").split(_EVENT_END)[-_USAGE_EVENTS - 1 :]):
+            start = event.find(b"data:")
+            usage = _read(event[start + 5 :]) if start >= 0 else None
+            if usage is not None:
+                return usage
+        return None
+
+    def _cut(self, block: bytes) -> bytes:
+        self._held.append(block)
+        self._held_bytes += len(block)
+        # The separator may straddle two blocks, so the search starts in what was held before.
+        whole = b"".join(self._held)
+        end = max(_end_of(whole, _EVENT_END), _end_of(whole, _CRLF_EVENT_END))
+        if end == 0 and self._held_bytes > _MAX_HELD_BYTES:
+            end = len(whole)
+        passed, kept = whole[:end], whole[end:]
+        self._held = [kept] if kept else []
+        self._held_bytes = len(kept)
+        if passed:
+            self._passed(passed)
+        return passed
+
+    def _passed(self, block: bytes) -> None:
+        self.events += block.count(_EVENT_END) + block.count(_CRLF_EVENT_END)
+        self._last.append(block)
+        if len(self._last) > _USAGE_EVENTS:
+            del self._last[0]
+
+
+class JsonAnswer:
+    """The body of an answer without streaming: kept (references only) until its usage can be read."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+
+    def feed(self, pieces: list[bytes]) -> None:
+        """The next pieces."""
+        self._bytes += sum(map(len, pieces))
+        if self._bytes <= _MAX_JSON_BYTES:
+            self._pieces += pieces
+        else:
+            self._pieces.clear()
+
+    def usage(self) -> Usage | None:
+        """Usage of the whole answer, None if there is none or it is too long to be read here."""
+        return _read(b"".join(self._pieces)) if self._pieces else None
+
+
+def _end_of(data: bytes, separator: bytes) -> int:
+    """Where the last `separator` ends, 0 if there is none."""
+    at = data.rfind(separator)
+    return at + len(separator) if at >= 0 else 0
+
+
+def _read(text: bytes) -> Usage | None:
+    """Usage out of one JSON text; None if there is none, or if it cannot be what it says."""
+    try:
+        usage = _decoder.decode(text).usage
+    except msgspec.MsgspecError:
+        return None
+    if usage is None:
+        return None
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else None
+    prompt, output = usage.prompt_tokens, usage.completion_tokens
+    if min(prompt or 0, cached or 0, output or 0) < 0 or (cached or 0) > (prompt or 0):
+        return None
+    return Usage(prompt, cached, output, exact=True)
