@@ -1,0 +1,69 @@
+# What a person types. `make help` lists it.
+#
+# Variables:
+#   PYTHON       the interpreter that makes .venv (3.11 or later)
+#   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := torch==2.13.0
+APT_LINE := sudo apt-get install -y make git curl python3-venv
+
+.DEFAULT_GOAL := help
+.PHONY: help up down demo setup test lint newcomer bench-engine clean
+
+help:  ## show this
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+up: $(VENV)/installed  ## install, fetch the model (once), start a gateway and two engines
+	@$(BIN)/sumibi up
+
+down: $(VENV)/installed  ## stop them
+	@$(BIN)/sumibi down
+
+demo: $(VENV)/installed  ## play the demonstration on a stack of its own; writes out/demo.json and out/demo.png
+	@$(BIN)/sumibi demo
+
+setup: $(VENV)/installed  ## install and convert the model, start nothing
+	@$(BIN)/sumibi models fetch
+
+test: $(VENV)/installed-dev setup  ## every test, and the 20 slowest
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev  ## ruff, mypy, import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+newcomer: $(VENV)/installed  ## clone into an empty directory with an empty HOME, do what README says, time it
+	@$(BIN)/python scripts/newcomer.py
+
+bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transformers, one core
+	@$(BIN)/python -m benchmarks.engine
+
+clean:  ## remove .venv and what tools left behind (not the model, not logs)
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Each stamp is made anew when pyproject.toml changes; pip then installs only what differs.
+$(VENV)/installed: pyproject.toml | $(VENV)/made
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PIP) install --quiet --editable '.[engine,plot]'
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/installed
+	$(PIP) install --quiet --editable '.[engine,plot,dev]'
+	@touch $@
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "sumibi needs Python 3.11 or later and $(PYTHON) is missing or older: name one with 'make PYTHON=...'" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "python3-venv is missing. On Debian: $(APT_LINE)" >&2; exit 1; }
+	@for tool in git curl; do command -v $$tool >/dev/null || \
+	  { echo "$$tool is missing. On Debian: $(APT_LINE)" >&2; exit 1; }; done
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

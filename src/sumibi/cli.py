@@ -1,0 +1,401 @@
+"""The front door: `sumibi VERB`, with help that a person can learn from.
+
+Knows how words become options and how errors become messages and exit codes; everything else is
+imported inside the verb that needs it, so that help answers at once. typer without rich markup starts
+in well under 0.1 s (docs/decisions/0006).
+
+Exit codes: 0 done; 1 something failed; 2 wrong flag or configuration; 3 the model; 4 the machine (a
+port in use, disk full).
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sumibi import __version__
+from sumibi.core.errors import SumibiError
+
+app = typer.Typer(
+    name="sumibi",
+    help=(
+        "Keep the KV cache warm: an OpenAI-compatible gateway that sends each request to the replica"
+        " where its prompt is already computed and the wait is short.\n\n"
+        "\b\n"
+        "Start here:\n"
+        "  sumibi up         a gateway and two engines on this machine, in the background\n"
+        "  sumibi status     what runs, and how warm it is\n"
+        "  sumibi demo       see what KV-aware routing is worth, in two minutes\n"
+        "  sumibi down       stop it\n"
+        "In front of your own vLLM servers:\n"
+        "  sumibi serve --engine http://host:8001 --engine http://host:8002"
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+decisions = typer.Typer(help="Look into recorded routing decisions.", no_args_is_help=True)
+models = typer.Typer(help="Model checkpoints on this machine.", no_args_is_help=True)
+app.add_typer(decisions, name="decisions")
+app.add_typer(models, name="models")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(help="How a replica is chosen: cost, round-robin or least-loaded. [default: cost]"),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"sumibi {__version__}")
+        raise typer.Exit
+
+
+@app.command(short_help="Start a stack on this machine, in the background.")
+def up(
+    stack: Annotated[
+        Path | None,
+        typer.Option(
+            help="Stack file (docs/stack-file.md). [default: ./stack.yaml if there is one]", metavar="FILE"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A checkpoint directory, `smollm2-135m-instruct` (fetched once, 93 MB), or `tiny` (random"
+            " weights, for trying things out). [default: smollm2-135m-instruct]"
+        ),
+    ] = None,
+    engines: Annotated[int | None, typer.Option(help="Engine replicas. [default: 2]")] = None,
+    port: Annotated[int | None, typer.Option(help="The gateway's port. [default: 8000]")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="The admin door's port. [default: 8080]")] = None,
+    engine_port: Annotated[
+        int | None,
+        typer.Option(help="The first replica's port, the others follow it. [default: 8001]"),
+    ] = None,
+    policy: Policy = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground; Ctrl-C stops the stack.")
+    ] = False,
+) -> None:
+    r"""Start a stack on this machine: a gateway and two engines, one CPU core each.
+
+    Returns when everything is ready (a few seconds; the first time the model is fetched and converted)
+    and prints the URL. A stack that already runs is left as it is.
+
+    \b
+    Examples:
+      sumibi up
+      sumibi up --port 9000 --policy round-robin
+      sumibi up --stack stack.yaml --foreground
+    """
+    from sumibi import console
+    from sumibi.local import updown
+
+    wanted = _load_stack(
+        stack,
+        {
+            ("model",): model,
+            ("engines", "count"): engines,
+            ("engines", "first_port"): engine_port,
+            ("gateway", "port"): port,
+            ("gateway", "admin_port"): admin_port,
+            ("gateway", "policy"): policy,
+        },
+    )
+    state_dir = _state_dir()
+    with console.progress() as report:
+        if foreground:
+            raise typer.Exit(updown.up_in_foreground(wanted, state_dir, report))
+        running = updown.up(wanted, state_dir, report)
+    console.print_running(running)
+
+
+@app.command(short_help="Stop it.")
+def down() -> None:
+    """Stop the stack that `sumibi up` started; returns when nothing of it is left."""
+    from sumibi.local import updown
+
+    print("stopped" if updown.down(_state_dir()) else "no stack is running")
+
+
+@app.command(short_help="See what KV-aware routing is worth.")
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for demo.json and demo.png.", metavar="DIR")] = Path(
+        "out"
+    ),
+    model: Annotated[str, typer.Option(help="As for `sumibi up`.")] = "smollm2-135m-instruct",
+) -> None:
+    """Show what KV-aware routing is worth: bring a stack up, play a script, compare, tear it down.
+
+    Six short phases show prefixes being computed once and found again; a seventh puts eight
+    conversations under cache pressure, once under the `cost` policy and once under `round-robin`.
+    Uses free ports of its own, so a running stack is not disturbed (but it takes CPU time from the
+    measurement). The exit code is 0 only if every claim held.
+    """
+    from sumibi import console
+    from sumibi.demo.run import run_demo
+
+    with console.progress() as report:
+        demonstration = run_demo(model, out, report)
+    console.print_demo(demonstration)
+    raise typer.Exit(0 if demonstration.held else 1)
+
+
+@app.command(short_help="Put the gateway in front of engines that already run.")
+def serve(
+    engine: Annotated[
+        list[str],
+        typer.Option(help="An engine's URL; repeat it, or separate several by commas.", metavar="URL"),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible door.")] = 8000,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory with the model's tokenizer.json and chat template. Without it an engine is"
+            " asked to render and tokenise, which costs a round trip a request.",
+            metavar="DIR",
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="How an engine is chosen: cost, round-robin or least-loaded.")
+    ] = "cost",
+    kv_events: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where an engine publishes KV events: ENGINE_URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]."
+            " Without it the engine is asked.",
+            metavar="SOURCE",
+        ),
+    ] = None,
+    admin_host: Annotated[str, typer.Option(help="Address of the admin door.")] = "127.0.0.1",
+    admin_port: Annotated[int, typer.Option(help="Port of the admin door; 0 for none.")] = 8080,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the admin key. [default: a generated one in the state directory]", metavar="FILE"
+        ),
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: SHA-256 (hex) of an API key -> tenant id.", metavar="FILE"),
+    ] = None,
+    usage_log: Annotated[
+        Path | None,
+        typer.Option(help="Usage records, JSON lines. [default: in the state directory]", metavar="FILE"),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record arrivals, keys (never text) and decisions here, for `sumibi decisions rerun`.",
+            metavar="DIR",
+        ),
+    ] = None,
+) -> None:
+    r"""Put the gateway in front of engines that already run (vLLM's HTTP API), with no stack file.
+
+    \b
+    Example:
+      sumibi serve --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000 --tokenizer ./my-model
+    Then use http://127.0.0.1:8000/v1 as you would use one of the engines.
+    """
+    from sumibi.gateway.main import main as run_gateway
+    from sumibi.gateway.options import GatewayOptions, engine_options
+
+    options = GatewayOptions(
+        engines=engine_options(engine, kv_events or ()),
+        host=host,
+        port=port,
+        tokenizer=tokenizer,
+        policy=policy,
+        admin_host=admin_host,
+        admin_port=admin_port or None,
+        admin_key_file=admin_key_file,
+        api_keys=api_keys,
+        usage_log=usage_log,
+        record=record,
+    )
+    raise typer.Exit(run_gateway(options))
+
+
+@app.command(short_help="Run one embedded engine in the foreground.")
+def engine(
+    model: Annotated[
+        str, typer.Option(help="Checkpoint directory, the built-in model's name, or `tiny` (random weights).")
+    ],
+    served_model_name: Annotated[
+        str, typer.Option(help="As clients name it. [default: the directory's name]")
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one and prints it.")] = 8001,
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (cuda if there is one), cpu or cuda.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. [default: OMP_NUM_THREADS, else the cores allowed]")
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt + output of one request. [default: the checkpoint's]"),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences computed at once; more wait.")] = 64,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(help="Token budget of a step. [default: 256 on a CPU, 2,048 on CUDA]"),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 32,
+    kv_blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--num-gpu-blocks-override",
+            "--kv-blocks",
+            help="KV blocks in all (on a CPU too). [default: sized to the device]",
+        ),
+    ] = None,
+    kv_events_config: Annotated[
+        str, typer.Option(help="Where to publish KV events: JSON, with vLLM's fields.", metavar="JSON")
+    ] = "{}",
+    seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
+    enable_dev_mode: Annotated[
+        bool, typer.Option("--enable-dev-mode", help="Routes for operators: /reset_prefix_cache.")
+    ] = False,
+    shutdown_grace: Annotated[
+        float, typer.Option(help="Seconds that running requests get to finish after SIGTERM.")
+    ] = 30.0,
+) -> None:
+    r"""Run one embedded engine in the foreground. Flags follow `vllm serve`.
+
+    \b
+    Examples:
+      sumibi engine --model tiny --port 8001
+      sumibi engine --model smollm2-135m-instruct --kv-blocks 1024 --threads 4
+    """
+    from sumibi.engine.options import EngineOptions, dev_mode_from_environment, parse_kv_events
+
+    options = EngineOptions(
+        model=model,
+        served_model_name=served_model_name,
+        host=host,
+        port=port,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_gpu_blocks_override=kv_blocks,
+        kv_events=parse_kv_events(kv_events_config),
+        seed=seed,
+        enable_dev_mode=enable_dev_mode or dev_mode_from_environment(),
+        shutdown_grace_s=shutdown_grace,
+    )
+    from sumibi.engine.server import main as run_engine
+
+    raise typer.Exit(run_engine(options))
+
+
+@app.command(short_help="What runs, and how warm it is.")
+def status(json: Json = False) -> None:
+    """What runs on this machine: processes, endpoints, how well their caches are known.
+
+    The exit code is 0 if everything is ready, 1 if not (or nothing runs).
+    """
+    from sumibi import console
+    from sumibi.status import read_status
+
+    found = read_status(_state_dir())
+    console.print_status(found, json=json)
+    raise typer.Exit(0 if found.ready else 1)
+
+
+@app.command(short_help="Check this machine and what runs on it.")
+def doctor(json: Json = False) -> None:
+    """Check this machine and what runs on it; every problem is printed with its fix.
+
+    The exit code is 1 if there is a problem (a warning is none).
+    """
+    from sumibi import console
+    from sumibi.doctor import Verdict, examine
+
+    checks = examine(_state_dir())
+    console.print_checks(checks, json=json)
+    raise typer.Exit(1 if any(check.verdict is Verdict.PROBLEM for check in checks) else 0)
+
+
+@decisions.command()
+def rerun(
+    file: Annotated[Path, typer.Argument(help="A decision log, as `sumibi serve --record DIR` writes it.")],
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Ask what this policy would have picked. [default: the one that was recorded]"),
+    ] = None,
+) -> None:
+    """Recompute every pick of a decision log from its records alone, and compare.
+
+    The exit code is 1 if a pick differs under its own policy (a bug); with --policy, differences are
+    the answer and the code is 0.
+    """
+    raise NotImplementedError
+
+
+@models.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="The built-in model's name, or a directory to check.")] = (
+        "smollm2-135m-instruct"
+    ),
+) -> None:
+    """Fetch a model and convert it into a checkpoint directory, once; check it if it is there.
+
+    Files go to $XDG_CACHE_HOME/sumibi/models (~/.cache/sumibi/models). Safe to interrupt.
+    """
+    from sumibi import console
+    from sumibi.local.updown import model_directory
+
+    with console.progress() as report:
+        model_directory(name, report)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    try:
+        app(args=arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except SumibiError as problem:
+        print(f"sumibi: {problem}", file=sys.stderr)
+        if os.environ.get("SUMIBI_DEBUG") == "1":
+            raise
+        return problem.exit_code
+    except Exception as problem:
+        if os.environ.get("SUMIBI_DEBUG") == "1":
+            raise
+        print(
+            f"sumibi: unexpected {type(problem).__name__}: {problem}\n"
+            "This is a bug. SUMIBI_DEBUG=1 shows where it came from.",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _load_stack(file: Path | None, flags: dict[tuple[str, ...], Any]) -> Any:
+    from sumibi.stack import DEFAULT_FILE, load_stack
+
+    if file is None and DEFAULT_FILE.is_file():
+        file = DEFAULT_FILE
+    return load_stack(file, {path: value for path, value in flags.items() if value is not None})
+
+
+def _state_dir() -> Path:
+    from sumibi.local.runfile import default_state_dir
+
+    return default_state_dir()

@@ -1,0 +1,228 @@
+"""Start a stack in the background and follow it until it is ready; stop it again.
+
+`up` takes the lock, looks for taken ports and makes the model *before* it starts anything, then hands
+the lock to a supervisor process that outlives it. A second `up` finds the lock held and follows the
+first one's run file, so two of them end with one stack and the same answer.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from sumibi.core.errors import EnvironmentProblem, SumibiError
+from sumibi.local.plan import StackPlan, plan_stack
+from sumibi.local.runfile import (
+    PLAN_FILE,
+    ChildState,
+    RunRecord,
+    is_running,
+    read_run,
+    remove_run,
+    take_lock,
+)
+from sumibi.local.supervisor import Supervisor
+from sumibi.stack import Stack
+
+Report = Callable[[str, str, float | None], None]
+"""Called with who (`model`, `engine-0`, ...), what, and the fraction done if it is known."""
+
+TINY_MODEL = "tiny"
+SUPERVISOR_LOG = "supervisor.log"
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 30.0
+
+
+class StartFailed(SumibiError):
+    """The stack did not become ready; the message holds the end of the log that says why."""
+
+    code = "start_failed"
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(slots=True)
+class Running:
+    """A stack that is ready."""
+
+    record: RunRecord
+    started: bool
+    """False: it was running already."""
+    supervisor: "subprocess.Popen[bytes] | None" = None
+    """Set if this process started it (and should reap it, if it lives on)."""
+
+
+def up(stack: Stack, state_dir: Path, report: Report, *, tied: bool = False) -> Running:
+    """Bring `stack` up in the background; returns when it is ready.
+
+    `tied`: the supervisor stops when this process ends. Raises EnvironmentProblem (port taken, disk),
+    ModelError, StartFailed.
+    """
+    lock = take_lock(state_dir)
+    if lock is None:
+        return Running(_follow(state_dir, report, lambda: is_running(state_dir)), started=False)
+    try:
+        plan = _prepare(stack, state_dir, report)
+        supervisor = _spawn(plan, state_dir, lock, tied=tied)
+    finally:
+        os.close(lock)
+    try:
+        record = _follow(state_dir, report, lambda: supervisor.poll() is None)
+    except BaseException:
+        supervisor.send_signal(signal.SIGTERM)
+        supervisor.wait(_STOP_TIMEOUT_S)
+        raise
+    return Running(record, started=True, supervisor=supervisor)
+
+
+def up_in_foreground(stack: Stack, state_dir: Path, report: Report) -> int:
+    """Run the supervisor in this process until it is told to stop; the exit code is its own."""
+    lock = take_lock(state_dir)
+    if lock is None:
+        raise EnvironmentProblem("a stack is already running: `sumibi down` stops it")
+    try:
+        plan = _prepare(stack, state_dir, report)
+        seen: dict[str, str] = {}
+        code = Supervisor(plan, state_dir).run(lambda record: _report_changes(record, seen, report))
+        failed = read_run(state_dir)
+        if code and failed is not None:
+            raise StartFailed(failed.failure, code)
+        return code
+    finally:
+        os.close(lock)
+
+
+def down(state_dir: Path) -> bool:
+    """Stop the stack and wait until nothing of it is left. False if none was running."""
+    if not is_running(state_dir):
+        return False
+    record = read_run(state_dir)
+    if record is None:
+        raise EnvironmentProblem(
+            "a stack is being prepared (its model is being fetched): interrupt that `sumibi up` instead"
+        )
+    for number in (signal.SIGTERM, signal.SIGKILL):  # killed, the kernel ends its children with it
+        try:
+            os.kill(record.pid, number)
+        except ProcessLookupError:
+            break
+        if _wait_until(lambda: not is_running(state_dir), _STOP_TIMEOUT_S):
+            break
+    remove_run(state_dir)
+    return True
+
+
+def taken_ports(stack: Stack) -> list[str]:
+    """A sentence for every port of `stack` that somebody else listens on, with the key to change."""
+    gateway = stack.gateway
+    wanted = [(gateway.host, gateway.port, "gateway.port", "--port")]
+    wanted.append(("127.0.0.1", gateway.admin_port, "gateway.admin_port", "--admin-port"))
+    wanted += [("127.0.0.1", port, "engines.first_port", "--engine-port") for port in stack.engine_ports]
+    sentences = []
+    for host, port, key, flag in wanted:
+        problem = _bind_problem(host, port)
+        if problem:
+            sentences.append(f"cannot listen on {host}:{port} ({problem}): change {key} (or {flag})")
+    return sentences
+
+
+def _bind_problem(host: str, port: int) -> str:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as cause:
+            return cause.strerror or str(cause)
+    return ""
+
+
+def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
+    """Everything that can fail without a process started; the lock is held."""
+    remove_run(state_dir)
+    (state_dir / SUPERVISOR_LOG).unlink(missing_ok=True)
+    taken = taken_ports(stack)
+    if taken:
+        raise EnvironmentProblem("\n".join(taken))
+    model_dir = stack.model if stack.model == TINY_MODEL else str(model_directory(stack.model, report))
+    plan = plan_stack(stack, model_dir=model_dir, state_dir=state_dir, cores=sorted(os.sched_getaffinity(0)))
+    for note in plan.notes:
+        report("note", note, None)
+    return plan
+
+
+def model_directory(name: str, report: Report) -> Path:
+    """The checkpoint directory of a model, fetched and converted if need be."""
+    try:
+        from sumibi.engine.fetch import ensure_model
+    except ImportError as cause:
+        raise EnvironmentProblem(
+            f"the embedded engine is not installed ({cause}): `pip install 'sumibi[engine]'`"
+        ) from cause
+    directory = ensure_model(name, lambda what, done: report("model", what, done)).resolve()
+    report("model", f"ready in {directory}", 1.0)
+    return directory
+
+
+def _spawn(plan: StackPlan, state_dir: Path, lock: int, *, tied: bool) -> "subprocess.Popen[bytes]":
+    (state_dir / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+    argv = [sys.executable, "-m", "sumibi.local", str(state_dir), str(lock), str(os.getpid() if tied else 0)]
+    with (state_dir / SUPERVISOR_LOG).open("wb") as log:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+
+
+def _follow(state_dir: Path, report: Report, alive: Callable[[], bool]) -> RunRecord:
+    """Report what the run file says until everything is ready.
+
+    Bounded by the limits of whoever holds the lock (download, start), or by its life.
+    """
+    seen: dict[str, str] = {}
+    while True:
+        still_alive = alive()  # asked first: what it wrote before its end is read below
+        record = read_run(state_dir)
+        if record is not None:
+            _report_changes(record, seen, report)
+            if record.failure:
+                raise StartFailed(record.failure, record.failure_exit_code)
+            if record.ready and still_alive:
+                return record
+        if not still_alive:
+            log = state_dir / SUPERVISOR_LOG
+            text = log.read_text(errors="replace").strip() if log.exists() else ""
+            raise StartFailed(f"the start ended before the stack was ready; {log}:\n{text}", 1)
+        time.sleep(_POLL_S)
+
+
+def _report_changes(record: RunRecord, seen: dict[str, str], report: Report) -> None:
+    for child in record.children:
+        text = child.state.value
+        if child.exit and child.state is not ChildState.READY:
+            text += f" ({child.exit})"
+        if seen.get(child.name) != text:
+            seen[child.name] = text
+            report(child.name, text, 1.0 if child.state is ChildState.READY else None)
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S / 2)
+    return True

@@ -1,0 +1,165 @@
+"""The one configuration model: `stack.yaml`, checked at start, every mistake named.
+
+A stack file says what runs; the supervisor (`sumibi.local`) and the command line read it, no part looks
+into YAML by itself. Nothing has to be written: every key has a default, and `Stack()` is the stack that
+`sumibi up` starts. Unknown keys are errors, because a typo that is ignored is a setting that never
+takes effect.
+
+Errors carry the file, the line, the key's path, the nearest known key and what is allowed.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from sumibi.core.errors import ConfigError
+from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_FILE = Path("stack.yaml")
+"""Read by `sumibi up` if it lies in the current directory and no --stack is given."""
+
+Policy = Literal["cost", "round-robin", "least-loaded"]
+KeyPath = tuple[str, ...]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Engines(_Part):
+    """The embedded engine's replicas: all alike, one process each."""
+
+    count: int = Field(2, ge=1, le=64, description="replicas")
+    cores_each: int = Field(1, ge=1, description="CPU cores pinned to a replica")
+    first_port: int = Field(
+        8001, ge=1, le=65535, description="port of the first replica; the others follow it"
+    )
+    kv_blocks: int = Field(512, ge=2, description="KV blocks of a replica")
+    block_tokens: int = Field(DEFAULT_BLOCK_TOKENS, ge=1, le=1024, description="tokens of a KV block")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
+    max_model_len: int | None = Field(
+        None, ge=1, description="tokens of prompt + output of one request; null: the checkpoint's"
+    )
+
+
+class Gateway(_Part):
+    """The door for clients, and the admin door beside it."""
+
+    host: str = Field("127.0.0.1", description="address of the clients' door")
+    port: int = Field(8000, ge=1, le=65535, description="OpenAI-compatible door")
+    admin_port: int = Field(8080, ge=1, le=65535, description="admin door, on 127.0.0.1, needs the admin key")
+    policy: Policy = Field("cost", description="how a replica is chosen")
+
+
+class Stack(_Part):
+    """Everything `sumibi up` needs to know."""
+
+    model: str = Field(
+        DEFAULT_MODEL, min_length=1, description="a known model's name, a checkpoint directory, or `tiny`"
+    )
+    engines: Engines = Field(default_factory=Engines)
+    gateway: Gateway = Field(default_factory=Gateway)
+
+    @property
+    def engine_ports(self) -> list[int]:
+        """The replicas' HTTP ports, in order."""
+        return list(range(self.engines.first_port, self.engines.first_port + self.engines.count))
+
+
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+def load_stack(file: Path | None = None, overrides: Mapping[KeyPath, Any] | None = None) -> Stack:
+    """The stack of `file` (None: defaults only) with `overrides` from the command line laid on top.
+
+    Example: `load_stack(Path("stack.yaml"), {("gateway", "port"): 9000})`. Raises ConfigError that names
+    every key at fault, one a line.
+    """
+    data, lines = ({}, {}) if file is None else _read(file)
+    overrides = overrides or {}
+    for path, value in overrides.items():
+        _put(data, path, value)
+    try:
+        return Stack.model_validate(data)
+    except ValidationError as cause:
+        wrong = [_explain(error, file, lines, overrides) for error in cause.errors()]
+        raise ConfigError("\n".join(wrong)) from cause
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The file's mapping, and the line (from 1) of every key in it."""
+    try:
+        root = yaml.compose(text := file.read_text(), Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"cannot read the stack file {file}: {cause}") from cause
+    except yaml.YAMLError as cause:
+        raise ConfigError(f"{file} is not YAML: {cause}") from cause
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must be a mapping of keys (`model:`, `engines:`, `gateway:`)")
+    return data, dict(_lines(root))
+
+
+def _lines(node: yaml.Node | None, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, str(key.value))
+            yield here, key.start_mark.line + 1
+            yield from _lines(value, here)
+
+
+def _put(data: dict[str, Any], path: KeyPath, value: Any) -> None:
+    for name in path[:-1]:
+        inner = data.setdefault(name, {})
+        if not isinstance(inner, dict):
+            return  # wrong type in the file: validation says so
+        data = inner
+    data[path[-1]] = value
+
+
+def _explain(
+    error: ErrorDetails, file: Path | None, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, Any]
+) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    where = "command line" if path in overrides or file is None else str(file)
+    if where == str(file) and path in lines:
+        where = f"{file}, line {lines[path]}"
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key {name!r}{_suggest(path)}"
+    return f"{where}: {name} is {error['input']!r}: {error['msg'].lower()}"
+
+
+def _suggest(path: KeyPath) -> str:
+    """The nearest known key anywhere in the model, else the keys known at this level."""
+    level = dict(_known_keys(Stack))
+    siblings = [known[-1] for known in level if known[:-1] == path[:-1]]
+    near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {'.'.join((*path[:-1], near[0]))!r}?"
+    elsewhere = [known for known in level if known[-1] == path[-1]]
+    if elsewhere:
+        return f"; did you mean {'.'.join(elsewhere[0])!r}?"
+    return f"; known here: {', '.join(siblings)}"
+
+
+def _known_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Every key of the model with its description; docs/stack-file.md is checked against it."""
+    for name, field in model.model_fields.items():
+        here = (*path, name)
+        yield here, field.description or ""
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _known_keys(field.annotation, here)
+
+
+def known_keys() -> dict[str, str]:
+    """Dotted path -> description of every key that a stack file may hold."""
+    return {".".join(path): text for path, text in _known_keys(Stack)}

@@ -1,0 +1,273 @@
+"""The local supervisor, on real processes: tiny HTTP servers stand for engines and gateway."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from sumibi.core.errors import EnvironmentProblem
+from sumibi.local import runfile
+from sumibi.local.plan import ChildPlan, StackPlan, plan_stack, share_cores
+from sumibi.local.runfile import ChildState, RunRecord
+from sumibi.local.supervisor import Child, Limits, pause_s
+from sumibi.local.updown import down, taken_ports
+from sumibi.stack import load_stack
+
+SERVER = """
+import http.server, os, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("cores", sorted(os.sched_getaffinity(0)), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server(name: str, *words: str, cores: tuple[int, ...] = ()) -> ChildPlan:
+    port = free_port()
+    argv = [sys.executable, "-c", SERVER, str(port), *words]
+    return ChildPlan(name=name, argv=argv, health_url=f"http://127.0.0.1:{port}/", cores=cores)
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """True if the process ended (a zombie that its new parent has not reaped yet has)."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Stack:
+    """A supervisor process over stand-in children, and what it wrote down."""
+
+    def __init__(self, state_dir: Path, children: list[ChildPlan]) -> None:
+        self.dir = state_dir
+        plan = StackPlan(children=children, url="http://u", admin_url="http://a", model="m", notes=[])
+        lock = runfile.take_lock(state_dir)
+        assert lock is not None
+        (state_dir / runfile.PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+        argv = [sys.executable, "-m", "sumibi.local", str(state_dir), str(lock), str(os.getpid())]
+        self.process = subprocess.Popen(argv, pass_fds=(lock,))
+        os.close(lock)
+
+    @property
+    def record(self) -> RunRecord:
+        record = runfile.read_run(self.dir)
+        assert record is not None
+        return record
+
+    def wait_ready(self) -> RunRecord:
+        eventually(lambda: (r := runfile.read_run(self.dir)) is not None and (r.ready or r.failure))
+        return self.record
+
+    def pids(self) -> list[int]:
+        return [child.pid for child in self.record.children if child.pid]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Stack]]:
+    stacks: list[Stack] = []
+
+    def begin(*children: ChildPlan) -> Stack:
+        stacks.append(Stack(tmp_path / "state", list(children)))
+        return stacks[-1]
+
+    yield begin
+    for stack in stacks:
+        stack.end()
+
+
+def test_a_stack_starts_and_stops_without_leaving_a_process(start):
+    core = min(os.sched_getaffinity(0))
+    stack = start(server("engine-0", cores=(core,)), server("gateway"))
+    record = stack.wait_ready()
+    assert [child.state for child in record.children] == [ChildState.READY, ChildState.READY]
+    assert f"cores [{core}]" in Path(record.children[0].log).read_text()
+    pids = stack.pids()
+    assert runfile.is_running(stack.dir)
+    reaper = threading.Thread(target=stack.process.wait)
+    reaper.start()
+    assert down(stack.dir)
+    reaper.join()
+    assert not runfile.is_running(stack.dir)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert stack.process.returncode == 0
+    assert not down(stack.dir)
+
+
+def test_a_killed_child_is_started_again_and_the_others_are_left_alone(start):
+    stack = start(server("engine-0"), server("gateway"))
+    stack.wait_ready()
+    engine, door = stack.pids()
+    os.kill(engine, signal.SIGKILL)
+    eventually(lambda: stack.record.children[0].restarts == 1 and stack.record.children[0].state == "ready")
+    assert stack.pids()[0] != engine
+    assert stack.pids()[1] == door
+    assert stack.record.children[0].exit == "signal SIGKILL"
+
+
+def test_children_do_not_outlive_a_supervisor_that_was_killed(start):
+    stack = start(server("engine-0"), server("gateway"))
+    stack.wait_ready()
+    pids = stack.pids()
+    stack.end()
+    eventually(lambda: all(is_gone(pid) for pid in pids))
+    assert runfile.read_run(stack.dir) is not None
+    assert not runfile.is_running(stack.dir)
+
+
+def test_a_child_that_ends_before_it_was_ready_fails_the_start_with_its_last_words(start):
+    argv = [sys.executable, "-c", "import sys; print('no weights here'); sys.exit(3)"]
+    stack = start(ChildPlan(name="engine-0", argv=argv, health_url="http://127.0.0.1:9/"), server("gateway"))
+    record = stack.wait_ready()
+    assert "engine-0 ended (exit code 3)" in record.failure
+    assert "no weights here" in record.failure
+    assert stack.process.wait(20) == 3
+
+
+@pytest.fixture
+def child(tmp_path) -> Iterator[Callable[..., Child]]:
+    """Makes started children that this process itself owns."""
+    children: list[Child] = []
+
+    def begin(plan: ChildPlan, **limits: float) -> Child:
+        children.append(Child(plan, tmp_path, Limits(**limits)))  # type: ignore[arg-type]
+        children[-1].start(now=0.0)
+        return children[-1]
+
+    yield begin
+    for one in children:
+        one.wait(until=0.0)
+
+
+def test_a_child_that_ignores_a_request_to_stop_is_killed(child):
+    stubborn = child(server("x", "stubborn"))
+    eventually(lambda: stubborn.step(0.0) or stubborn.state is ChildState.READY)
+    pid = stubborn.record().pid
+    stubborn.signal(signal.SIGTERM)
+    stubborn.wait(until=time.monotonic() + 0.1)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_child_that_ends_again_and_again_is_given_up(child):
+    broken = child(
+        ChildPlan(name="x", argv=[sys.executable, "-c", ""], health_url="http://127.0.0.1:9/"),
+        tries_in_a_row=2,
+    )
+    now = iter(range(0, 10**6, 100))
+    eventually(lambda: broken.step(next(now)) or broken.state is ChildState.FAILED)
+    assert broken.record().restarts == 1
+
+
+def test_a_child_that_is_not_ready_in_time_is_ended(child):
+    asleep = ChildPlan(name="x", argv=["sleep", "60"], health_url="http://127.0.0.1:9/")
+    late = child(asleep, start_timeout_s=5.0)
+    late.step(now=6.0)
+    eventually(lambda: late.step(now=6.0) or late.exit == "signal SIGKILL")
+
+
+def test_a_long_log_is_moved_aside_and_the_child_writes_on(child):
+    argv = [sys.executable, "-uc", "import time\nwhile True: print('x' * 99); time.sleep(0.001)"]
+    chatty = child(ChildPlan(name="x", argv=argv, health_url="http://127.0.0.1:9/"), log_bytes=1000)
+    eventually(lambda: chatty.log.stat().st_size > 1000)
+    chatty.bound_log()
+    assert chatty.log.with_suffix(".log.1").stat().st_size >= 1000
+    eventually(lambda: chatty.log.stat().st_size > 0)
+
+
+def test_pauses_between_starts_double_up_to_the_longest():
+    limits = Limits(first_pause_s=0.5, longest_pause_s=3.0)
+    assert [pause_s(n, limits) for n in (1, 2, 3, 4, 50)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "each", "cores", "shares"),
+    [
+        (2, 1, [0, 1], [(0,), (1,)]),
+        (2, 1, [4, 5, 6], [(4,), (5,)]),
+        (2, 2, [0, 1, 2, 3], [(0, 1), (2, 3)]),
+        (2, 1, [3], [(3,), (3,)]),
+        (3, 1, [0, 1], [(0,), (1,), (0,)]),
+        (2, 4, [0, 1], [(0, 1), (0, 1)]),
+    ],
+)
+def test_each_replica_has_cores_of_its_own_while_there_are_enough(replicas, each, cores, shares):
+    found, notes = share_cores(replicas, each, cores)
+    assert found == shares
+    assert bool(notes) == (replicas * each > len(cores))
+
+
+def test_the_plan_runs_the_commands_a_user_would_type(tmp_path):
+    stack = load_stack(None, {("engines", "kv_blocks"): 225, ("gateway", "policy"): "round-robin"})
+    plan = plan_stack(stack, model_dir="/models/smollm2", state_dir=tmp_path, cores=[0, 1])
+    engine, _, door = plan.children
+    assert engine.argv[1:4] == ["-m", "sumibi", "engine"]
+    assert engine.argv[engine.argv.index("--kv-blocks") + 1] == "225"
+    assert engine.env["OMP_NUM_THREADS"] == "1"
+    events = json.loads(engine.argv[engine.argv.index("--kv-events-config") + 1])
+    assert events["endpoint"] == f"ipc://{tmp_path}/kv-0.sock"
+    assert door.argv.count("--engine") == 2
+    assert door.argv[door.argv.index("--policy") + 1] == "round-robin"
+    assert (plan.model, plan.url) == ("smollm2", "http://127.0.0.1:8000")
+
+
+def test_a_state_directory_too_deep_for_sockets_is_refused():
+    with pytest.raises(EnvironmentProblem, match="XDG_STATE_HOME"):
+        plan_stack(load_stack(), model_dir="tiny", state_dir=Path("/" + "x" * 120), cores=[0])
+
+
+def test_a_port_in_use_is_named_with_the_key_that_changes_it():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        stack = load_stack(None, {("gateway", "port"): port})
+        said = [line for line in taken_ports(stack) if f":{port} " in line]
+    assert said == [
+        f"cannot listen on 127.0.0.1:{port} (Address already in use): change gateway.port (or --port)"
+    ]
+
+
+def test_a_run_file_left_behind_is_no_running_stack(tmp_path):
+    record = RunRecord(pid=1, model="m", url="u", admin_url="a", children=[])
+    runfile.write_run(tmp_path, record)
+    assert not runfile.is_running(tmp_path)
+    assert not down(tmp_path)
+
+
+def test_only_one_holds_the_lock(tmp_path):
+    first = runfile.take_lock(tmp_path)
+    assert first is not None
+    assert runfile.take_lock(tmp_path) is None
+    assert runfile.is_running(tmp_path)
+    os.close(first)
+    assert not runfile.is_running(tmp_path)

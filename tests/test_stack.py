@@ -1,0 +1,87 @@
+"""The stack file: defaults, and errors that name file, line, key and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from sumibi.core.errors import ConfigError
+from sumibi.engine import fetch
+from sumibi.stack import DEFAULT_MODEL, Stack, known_keys, load_stack
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "stack.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_without_a_file_two_engines_and_a_gateway_serve_the_built_in_model():
+    stack = load_stack()
+    assert (stack.model, stack.engines.count, stack.gateway.policy) == (DEFAULT_MODEL, 2, "cost")
+    assert stack.engine_ports == [8001, 8002]
+    assert fetch.DEFAULT_MODEL == DEFAULT_MODEL
+
+
+def test_an_empty_file_is_the_default_stack(tmp_path):
+    assert load_stack(write(tmp_path, "# nothing\n")) == Stack()
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
+    file = write(tmp_path, "gateway:\n  port: 9000\n  policy: least-loaded\n")
+    stack = load_stack(file, {("gateway", "port"): 9100, ("engines", "count"): 3})
+    assert (stack.gateway.port, stack.gateway.policy, stack.engines.count) == (9100, "least-loaded", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "engines:\n  kv_block: 100\n",
+            "line 2: unknown key 'engines.kv_block'; did you mean 'engines.kv_blocks'?",
+        ),
+        ("modle: tiny\n", "line 1: unknown key 'modle'; did you mean 'model'?"),
+        ("port: 9000\n", "line 1: unknown key 'port'; did you mean 'gateway.port'?"),
+        (
+            "gateway:\n  colour: red\n",
+            "line 2: unknown key 'gateway.colour'; known here: host, port, admin_port",
+        ),
+        (
+            "model: tiny\nengines:\n  count: two\n",
+            "line 3: engines.count is 'two': input should be a valid integer",
+        ),
+        ("engines:\n  count: 0\n", "line 2: engines.count is 0: input should be greater than or equal to 1"),
+        ("gateway:\n  port: 70000\n", "gateway.port is 70000: input should be less than or equal to 65535"),
+        (
+            "gateway:\n  policy: random\n",
+            "gateway.policy is 'random': input should be 'cost', 'round-robin' or",
+        ),
+        ("engines: 2\n", "line 1: engines is 2"),
+        ("- a\n", "must be a mapping of keys"),
+        ("model: [\n", "is not YAML"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line_and_what_is_allowed(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load_stack(write(tmp_path, text))
+    assert said in str(caught.value)
+    assert "stack.yaml" in str(caught.value)
+
+
+def test_every_mistake_in_a_file_is_named_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_stack(write(tmp_path, "modle: x\nengines:\n  count: two\n"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_wrong_flag_is_blamed_on_the_command_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"command line: engines\.count is 0"):
+        load_stack(write(tmp_path, "model: tiny\n"), {("engines", "count"): 0})
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"cannot read the stack file nowhere\.yaml"):
+        load_stack(Path("nowhere.yaml"))
+
+
+def test_every_key_says_what_it_means():
+    assert all(text for key, text in known_keys().items() if key not in ("engines", "gateway"))
