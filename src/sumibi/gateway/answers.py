@@ -53,8 +53,7 @@ class EventStream:
     def __init__(self) -> None:
         self.events = 0
         """Whole events passed, `[DONE]` among them."""
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = bytearray()
         self._last: list[bytes] = []  # the last blocks of whole events, newest last
 
     def feed(self, pieces: list[bytes]) -> bytes:
@@ -67,8 +66,8 @@ class EventStream:
 
     def rest(self) -> bytes:
         """What is still held: an event that the engine did not finish."""
-        rest = b"".join(self._held)
-        self._held, self._held_bytes = [], 0
+        rest = bytes(self._held)
+        self._held.clear()
         return rest
 
     def usage(self) -> Usage | None:
@@ -84,18 +83,18 @@ class EventStream:
         return None
 
     def _cut(self, block: bytes) -> bytes:
-        self._held.append(block)
-        self._held_bytes += len(block)
-        # The separator may straddle two blocks, so the search starts in what was held before.
-        whole = b"".join(self._held)
-        end = max(_end_of(whole, _EVENT_END), _end_of(whole, _CRLF_EVENT_END))
-        if end == 0 and self._held_bytes > _MAX_HELD_BYTES:
-            end = len(whole)
-        passed, kept = whole[:end], whole[end:]
-        self._held = [kept] if kept else []
-        self._held_bytes = len(kept)
-        if passed:
-            self._passed(passed)
+        """Whole events out of what was held and `block`; what is left stays held."""
+        edge = bytes(self._held[1 - len(_CRLF_EVENT_END) :])  # a separator may straddle two blocks
+        seam = edge + block
+        end = max(_end_of(seam, _EVENT_END), _end_of(seam, _CRLF_EVENT_END)) - len(edge)
+        if end <= 0 and len(self._held) + len(block) > _MAX_HELD_BYTES:
+            end = len(block)
+        if end <= 0:
+            self._held += block
+            return b""
+        passed = bytes(self._held) + block[:end]
+        self._held = bytearray(block[end:])
+        self._passed(passed)
         return passed
 
     def _passed(self, block: bytes) -> None:

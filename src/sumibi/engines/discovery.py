@@ -1,0 +1,188 @@
+"""What an engine says of itself: its models, its data-parallel ranks, where its KV events are published.
+
+One engine is one HTTP address. Each of its ranks is an endpoint with a canonical id `http://host:port#rank`,
+the same everywhere (ledger, index, metrics, logs), so that two spellings of one address never become two
+endpoints.
+"""
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sumibi.core.errors import EngineUnavailable, WireError
+from sumibi.engines.http import ask
+from sumibi.engines.signals import EngineSignals, parse_signals
+
+_MAX_RANKS = 64
+
+
+class EventSource(msgspec.Struct, frozen=True):
+    """Where one rank's KV events come from."""
+
+    address: str
+    """ZMQ address as seen from here."""
+    bind: bool = False
+    """True if the publisher connects: then the subscriber binds."""
+    replay: str | None = None
+    """Address of the replay socket; None: no replay."""
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """One data-parallel rank of an engine."""
+
+    endpoint: str
+    """Canonical id."""
+    rank: int
+    signals: EngineSignals
+    events: EventSource | None
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """One engine that is up."""
+
+    url: str
+    models: tuple[str, ...]
+    """Served models and adapters."""
+    roots: tuple[str, ...]
+    """For each model where its weights came from, as the engine says (a path on *its* machine, or a name)."""
+    max_model_tokens: int | None
+    """Longest prompt + output it takes."""
+    ranks: tuple[RankInfo, ...]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _EventConfig(msgspec.Struct):
+    enable_kv_cache_events: bool = False
+    publisher: str = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+
+    @property
+    def publishes(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
+def endpoint_id(url: str, rank: int = 0) -> str:
+    """The canonical id of one rank of the engine at `url`."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    return f"http://{host}:{parts.port or 80}#{rank}"
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """(host, port) of `http://host:port`."""
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or 80
+
+
+async def healthy(url: str, *, timeout_s: float = 2.0) -> bool:
+    """True if the engine answers its health check. Raises EngineUnavailable if it does not answer at all."""
+    return (await ask(*address_of(url), "/health", timeout_s=timeout_s)).status == 200
+
+
+async def scrape(url: str, *, timeout_s: float = 2.0) -> bytes:
+    """The engine's metrics page, for `parse_signals`. Raises EngineUnavailable."""
+    reply = await ask(*address_of(url), "/metrics", timeout_s=timeout_s)
+    if reply.status != 200:
+        raise EngineUnavailable(f"{url}/metrics answered {reply.status}")
+    return reply.body
+
+
+async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
+    """Ask the engine at `url` what it is.
+
+    Raises EngineUnavailable while it is not (yet) up, WireError when it answers something else than an
+    engine would. An engine without /metrics or /kv_event_sources is fine: it is known less well.
+    """
+    if not await healthy(url, timeout_s=timeout_s):
+        raise EngineUnavailable(f"{url}/health says it is not ready")
+    models = await _models(url, timeout_s)
+    try:
+        page = await scrape(url, timeout_s=timeout_s)
+    except EngineUnavailable:
+        page = b""
+    sources = await _event_sources(url, timeout_s)
+    ranks = max(sources, default=0) + 1
+    return EngineInfo(
+        url=url,
+        models=tuple(model.id for model in models),
+        roots=tuple(model.root or "" for model in models),
+        max_model_tokens=min((m.max_model_len for m in models if m.max_model_len), default=None),
+        ranks=tuple(
+            RankInfo(
+                endpoint=endpoint_id(url, rank),
+                rank=rank,
+                signals=parse_signals(page, rank=rank, ranks=ranks),
+                events=sources.get(rank),
+            )
+            for rank in range(ranks)
+        ),
+    )
+
+
+async def _models(url: str, timeout_s: float) -> list[_Model]:
+    reply = await ask(*address_of(url), "/v1/models", timeout_s=timeout_s)
+    if reply.status != 200:
+        raise EngineUnavailable(f"{url}/v1/models answered {reply.status}")
+    try:
+        models = msgspec.json.decode(reply.body, type=_Models).data
+    except msgspec.MsgspecError as cause:
+        raise WireError(f"{url}/v1/models is not a list of models: {cause}") from cause
+    if not models:
+        raise WireError(f"{url}/v1/models names no model")
+    return models
+
+
+async def _event_sources(url: str, timeout_s: float) -> dict[int, EventSource]:
+    """Rank -> source, by the resolved configuration; empty if the engine publishes none or cannot say."""
+    try:
+        reply = await ask(*address_of(url), "/kv_event_sources", timeout_s=timeout_s)
+        if reply.status != 200:
+            return {}
+        configs = msgspec.json.decode(reply.body, type=dict[int, _EventConfig | None])
+    except (EngineUnavailable, msgspec.MsgspecError):
+        return {}
+    host = address_of(url)[0]
+    return {
+        rank: event_source(config.endpoint, config.replay_endpoint, host)
+        for rank, config in configs.items()
+        if 0 <= rank < _MAX_RANKS
+        and config is not None
+        and config.enable_kv_cache_events
+        and config.publisher == "zmq"
+    }
+
+
+def event_source(endpoint: str, replay: str | None, engine_host: str) -> EventSource:
+    """Addresses as seen from here, by the engine's own configuration.
+
+    vLLM's rule of who binds: the publisher does if its endpoint holds `*` or `::` or is ipc/inproc, else it
+    connects and the subscriber must bind. The replay socket always binds.
+    """
+    publisher_binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    return EventSource(
+        address=_reachable(endpoint, engine_host) if publisher_binds else endpoint,
+        bind=not publisher_binds,
+        replay=None if replay is None else _reachable(replay, engine_host),
+    )
+
+
+def _reachable(endpoint: str, engine_host: str) -> str:
+    """A bound wildcard address, as a peer reaches it: through the engine's host."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme != "tcp":
+        return endpoint
+    host, _, port = rest.rpartition(":")
+    if host in ("*", "0.0.0.0", "[::]", "::", "[::0]"):
+        host = f"[{engine_host}]" if ":" in engine_host else engine_host
+    return f"tcp://{host}:{port}"
