@@ -1,0 +1,322 @@
+"""The scheduler: what the model computes in the next step, and what follows from its tokens.
+
+Pure: no torch, no thread, no clock. The loop around it does *ask, compute, account*:
+
+    step = scheduler.schedule()      which sequences, how many tokens of each
+    logits = model.forward(step.batch())
+    scheduler.account(step, tokens)  positions, blocks, finished sequences
+
+Order within a step. Decodes go first, one token each: they are what people watch. The rest of the
+step's token budget goes to prefills, shortest remaining (uncached) first, so that a short or warm request
+never queues behind a long one. Ageing keeps that from starving anyone: each token prefilled for *others*
+since a sequence arrived counts as `AGEING` tokens less of its own. Once others have had `1/AGEING` times
+its remaining length, no newcomer goes before it. Work instead of seconds as the measure makes the bound
+independent of the machine, and the scheduler of clocks; decodes do not count, or a long prefill would age
+beside them while it is being served.
+
+Blocks. A sequence is admitted with all blocks of its prompt, so only decodes can run short later. Then the
+sequence that arrived last gives its blocks back and waits again with all its tokens; what is still cached
+is taken up again, the rest recomputed. The oldest running sequence is never the victim while there is
+another, and one alone always fits (`max_tokens` is at most the pool), so there is always progress. A
+sequence that would be next but does not fit keeps those behind it from taking its blocks.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from sumibi.engine.batch import SequenceStep, StepBatch
+from sumibi.engine.blocks import BlockPool, FullBlock
+from sumibi.engine.sequence import FinishReason, Sequence
+
+AGEING = 0.25
+"""Tokens of credit for each token that others get first: a prefill is delayed by newcomers by at most
+1 / AGEING = 4 times its own length."""
+
+_arrival = attrgetter("number")
+
+
+@dataclass(slots=True)
+class Part:
+    """`count` tokens of one sequence, from `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the part reaches the sequence's last token, so that the next can be sampled."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+    @property
+    def prompt_positions(self) -> range:
+        """Positions whose logits tell log-probabilities of prompt tokens that are wanted."""
+        sequence = self.sequence
+        if not sequence.wants_prompt_logprobs:
+            return range(0)
+        first = max(self.start, len(sequence.prompt_logprobs))
+        return range(first, min(self.start + self.count, sequence.prompt_tokens - 1))
+
+
+@dataclass(slots=True)
+class Step:
+    """What one pass through the model computes."""
+
+    parts: list[Part]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return sum(part.count for part in self.parts)
+
+    def batch(self) -> StepBatch:
+        """The step as the model takes it. Logits rows: per part its `prompt_positions`, then the sample."""
+        return StepBatch([_for_model(part) for part in self.parts])
+
+    def samplers(self) -> list[Sequence]:
+        """Sequences that get a token, in order of the parts; siblings right after the one they wait for."""
+        return [s for part in self.parts if part.samples for s in (part.sequence, *part.sequence.siblings)]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the loop has to do after a step."""
+
+    finished: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks (from, to) to copy before the next step: the shared prompt's partial last block."""
+
+
+class Scheduler:
+    """Owns the sequences that wait and run, and decides about the blocks of `pool`."""
+
+    def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int, max_tokens: int) -> None:
+        """`step_tokens` is the budget of a step, `max_tokens` the longest sequence, prompt and output.
+
+        Raises ValueError if a full set of decodes would not fit into a step, or a sequence into the pool.
+        """
+        if step_tokens < max_sequences:
+            raise ValueError(f"a step of {step_tokens} tokens cannot hold {max_sequences} decodes")
+        if pool.blocks_for(max_tokens) > pool.num_blocks:
+            raise ValueError(f"{max_tokens} tokens do not fit into {pool.num_blocks} blocks")
+        self.pool = pool
+        self.max_sequences = max_sequences
+        self.step_tokens = step_tokens
+        self.max_tokens = max_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """In order of arrival."""
+        self.work = 0
+        """Tokens prefilled since the start."""
+        self.preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` would return a step."""
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a new sequence in; its siblings come with it, once its prompt is computed."""
+        for each in (sequence, *sequence.siblings):
+            each.work_before = self.work
+        sequence.extend_content_ids(sequence.prompt_tokens // self.pool.block_tokens, self.pool.block_tokens)
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence from outside; its blocks are free at once. No effect on one that has ended."""
+        if sequence.finish is not None:
+            return
+        sequence.finish = FinishReason.ABORT
+        if sequence.table:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> Step | None:
+        """The next step, None if there is nothing to do."""
+        parts = []
+        for sequence in tuple(self.running):
+            # A sequence preempted in favour of an older one, a moment ago, has lost its table.
+            if sequence.table and sequence.remaining == 1 and self._has_room_to_decode(sequence):
+                parts.append(Part(sequence, sequence.computed, 1))
+        budget = self.step_tokens - len(parts)
+        parts += self._prefills(budget)
+        return Step(parts) if parts else None
+
+    def account(self, step: Step, tokens: list[int]) -> Outcome:
+        """Book a computed step. `tokens` are the sampled ones, in the order of `step.samplers()`."""
+        outcome = Outcome()
+        sampled = iter(tokens)
+        for part in step.parts:
+            sequence = part.sequence
+            samples = part.samples  # asked before the sequence grows
+            if sequence.remaining > 1:
+                self.work += part.count
+                sequence.work += part.count
+            sequence.computed += part.count
+            self._fill(sequence)
+            if samples:
+                family = [sequence, *sequence.siblings]
+                for each in family:
+                    _append(each, next(sampled), self.max_tokens)
+                outcome.copies += self._fork(sequence)
+                outcome.finished += [each for each in family if each.finish is not None]
+        for sequence in outcome.finished:
+            if sequence.table:
+                self.running.remove(sequence)
+                self._release(sequence)
+        return outcome
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sequences, blocks and positions agree."""
+        self.pool.check_integrity([sequence.table for sequence in self.running])
+        assert self.running == sorted(self.running, key=_arrival), "running in order of arrival"
+        assert len(self.running) <= self.max_sequences, "not more running than allowed"
+        for sequence in self.running:
+            room = len(sequence.table) * self.pool.block_tokens
+            assert sequence.computed < len(sequence.tokens), "something is left to compute"
+            assert sequence.computed <= room, "computed tokens have a block"
+            assert sequence.filled == sequence.computed // self.pool.block_tokens, "full blocks are known"
+        for sequence in self.waiting:
+            assert not sequence.table, "who waits holds nothing"
+            assert sequence.computed == 0, "who waits has nothing computed"
+
+    def _prefills(self, budget: int) -> list[Part]:
+        parts: list[Part] = []
+        soon: set[bytes] = set()  # contents that this very step computes
+        admitting = True
+        candidates = [sequence for sequence in self.running if sequence.remaining > 1]
+        for sequence in sorted([*candidates, *self.waiting], key=self._urgency):
+            if budget == 0:
+                break
+            if not sequence.table:
+                if not admitting or self._is_computed_by_another(sequence, soon):
+                    continue
+                if not self._admit(sequence):
+                    admitting = False
+                    continue
+            count = min(sequence.remaining, budget)
+            budget -= count
+            parts.append(Part(sequence, sequence.computed, count))
+            full = (sequence.computed + count) // self.pool.block_tokens
+            soon.update(sequence.content_ids[sequence.filled : full])
+        return parts
+
+    def _urgency(self, sequence: Sequence) -> tuple[float, int]:
+        cached = sequence.computed
+        if not sequence.table:
+            cached = self.pool.match_length(self._reusable(sequence)) * self.pool.block_tokens
+        others = self.work - sequence.work_before - sequence.work
+        return len(sequence.tokens) - cached - AGEING * others, sequence.number
+
+    def _reusable(self, sequence: Sequence) -> list[bytes]:
+        """Ids of the blocks that a hit may cover: at least one token must be left to compute."""
+        if sequence.wants_prompt_logprobs:
+            return []
+        return sequence.content_ids[: (len(sequence.tokens) - 1) // self.pool.block_tokens]
+
+    def _is_computed_by_another(self, sequence: Sequence, soon: set[bytes]) -> bool:
+        """Whether the first block that is missing will be there after this step: then waiting is cheaper."""
+        reusable = self._reusable(sequence)
+        known = self.pool.match_length(reusable)
+        return known < len(reusable) and reusable[known] in soon
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the blocks of all its tokens, if there are enough and a place is free.
+
+        One block for each running sequence is left over, so that an admission does not at once lead to a
+        preemption.
+        """
+        if len(self.running) >= self.max_sequences:
+            return False
+        hit = self.pool.match(self._reusable(sequence))
+        fresh = self.pool.blocks_for(len(sequence.tokens)) - len(hit)
+        if not self.pool.can_take(hit, fresh + len(self.running)):
+            return False
+        sequence.table = self.pool.take(hit, fresh)
+        sequence.filled = len(hit)
+        sequence.computed = len(hit) * self.pool.block_tokens
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_arrival)
+        return True
+
+    def _has_room_to_decode(self, sequence: Sequence) -> bool:
+        """Make sure that the next token has a block; False if the sequence itself had to make way."""
+        if sequence.computed < len(sequence.table) * self.pool.block_tokens:
+            return True
+        while not self.pool.can_take([], 1):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.table += self.pool.take([], 1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.waiting.append(sequence)
+        self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.table)
+        sequence.table = []
+        sequence.computed = sequence.filled = 0
+
+    def _fill(self, sequence: Sequence) -> None:
+        size = self.pool.block_tokens
+        full = sequence.computed // size
+        if full == sequence.filled:
+            return
+        sequence.extend_content_ids(full, size)
+        for index in range(sequence.filled, full):
+            block = FullBlock(
+                content_id=sequence.content_ids[index],
+                parent=sequence.content_ids[index - 1] if index else None,
+                token_ids=sequence.tokens[index * size : (index + 1) * size],
+                salt=sequence.salt,
+            )
+            sequence.table[index] = self.pool.fill(sequence.table[index], block)
+        sequence.filled = full
+
+    def _fork(self, parent: Sequence) -> list[tuple[int, int]]:
+        """Start the siblings on the prompt's blocks; those without a place or a block wait their turn."""
+        copies = []
+        siblings, parent.siblings = parent.siblings, []
+        shared = parent.table[: parent.filled]
+        partial = parent.computed % self.pool.block_tokens > 0
+        for sibling in siblings:
+            sibling.content_ids = parent.content_ids[: parent.filled]
+            sibling.cached_tokens = parent.cached_tokens
+            if sibling.finish is not None:
+                continue
+            if len(self.running) >= self.max_sequences or not self.pool.can_take(shared, partial):
+                self.waiting.append(sibling)
+                continue
+            sibling.table = self.pool.take(shared, partial)
+            sibling.filled, sibling.computed = parent.filled, parent.computed
+            insort(self.running, sibling, key=_arrival)
+            if partial:
+                copies.append((parent.table[parent.filled], sibling.table[-1]))
+        return copies
+
+
+def _for_model(part: Part) -> SequenceStep:
+    sequence, end = part.sequence, part.start + part.count
+    logits_at = [position - part.start for position in part.prompt_positions]
+    if part.samples:
+        logits_at.append(part.count - 1)
+    return SequenceStep(sequence.tokens[part.start : end], part.start, sequence.table, logits_at)
+
+
+def _append(sequence: Sequence, token: int, max_tokens: int) -> None:
+    """One more token; ends the sequence if it is a stop token or the last that may be."""
+    sequence.tokens.append(token)
+    if token in sequence.params.stop_token_ids:
+        sequence.finish = FinishReason.STOP
+        sequence.stop_token = token
+    elif sequence.output_tokens >= sequence.params.max_tokens or len(sequence.tokens) >= max_tokens:
+        sequence.finish = FinishReason.LENGTH
