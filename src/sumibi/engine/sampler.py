@@ -159,20 +159,20 @@ def _pick(scores: Tensor, ids: Tensor, params: list[SamplingParams], keys: Tenso
 def _keys(seeds: list[int], positions: list[int]) -> Tensor:
     """Where the noise of each (seed, position) starts: int64 [rows], every bit a function of both."""
     seed = torch.tensor([seed - (1 << 64) if seed >> 63 else seed for seed in seeds])
-    return _mix(_mix(seed + _GAMMA) + (torch.tensor(positions) + 1) * _GAMMA)
+    return mix64(mix64(seed + _GAMMA) + (torch.tensor(positions) + 1) * _GAMMA)
 
 
 def _gumbel(keys: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise, float32: output number `ids` of the SplitMix64 streams that start at `keys`."""
-    bits = _mix(keys + (ids + 1) * _GAMMA)
+    bits = mix64(keys + (ids + 1) * _GAMMA)
     # v = P(this or a larger value). Large noise is small v, where float32 has all its precision: so
     # -log(-log(1 - v)), by log1p, and not -log(-log(u)) with u near 1.
     v = _shift(bits, 11).float().add_(0.5).mul_(2.0**-53)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def _mix(bits: Tensor) -> Tensor:
-    """SplitMix64's output function on int64 tensors (wrapping)."""
+def mix64(bits: Tensor) -> Tensor:
+    """SplitMix64's output function on int64 tensors: a bijection that looks random, wrapping at 64 bits."""
     bits = (bits ^ _shift(bits, 30)).mul_(_MIX_1)
     bits = (bits ^ _shift(bits, 27)).mul_(_MIX_2)
     return bits ^ _shift(bits, 31)

@@ -8,11 +8,10 @@ Pure: no torch, no thread, no clock. The loop around it does *ask, compute, acco
 
 Order within a step. Decodes go first, one token each: they are what people watch. The rest of the
 step's token budget goes to prefills, shortest remaining (uncached) first, so that a short or warm request
-never queues behind a long one. Ageing keeps that from starving anyone: each token prefilled for *others*
-since a sequence arrived counts as `AGEING` tokens less of its own. Once others have had `1/AGEING` times
-its remaining length, no newcomer goes before it. Work instead of seconds as the measure makes the bound
-independent of the machine, and the scheduler of clocks; decodes do not count, or a long prefill would age
-beside them while it is being served.
+never queues behind a long one. Ageing keeps that from starving anyone: each token prefilled for one that
+arrived later counts as `AGEING` tokens less of one's own, so newcomers get at most `1/AGEING` times a
+sequence's own length before it. Work instead of seconds as the measure makes the bound independent of the
+machine, and the scheduler of clocks.
 
 Blocks. A sequence is admitted with all blocks of its prompt, so only decodes can run short later. Then the
 sequence that arrived last gives its blocks back and waits again with all its tokens; what is still cached
@@ -30,8 +29,8 @@ from sumibi.engine.blocks import BlockPool, FullBlock
 from sumibi.engine.sequence import FinishReason, Sequence
 
 AGEING = 0.25
-"""Tokens of credit for each token that others get first: a prefill is delayed by newcomers by at most
-1 / AGEING = 4 times its own length."""
+"""Tokens of credit for each token that went to a later arrival: a prefill is delayed by later ones by at
+most 1 / AGEING = 4 times its own length (and a step)."""
 
 _arrival = attrgetter("number")
 
@@ -107,8 +106,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """In order of arrival."""
-        self.work = 0
-        """Tokens prefilled since the start."""
         self.preemptions = 0
 
     @property
@@ -118,8 +115,6 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Take a new sequence in; its siblings come with it, once its prompt is computed."""
-        for each in (sequence, *sequence.siblings):
-            each.work_before = self.work
         sequence.extend_content_ids(sequence.prompt_tokens // self.pool.block_tokens, self.pool.block_tokens)
         self.waiting.append(sequence)
 
@@ -147,14 +142,12 @@ class Scheduler:
 
     def account(self, step: Step, tokens: list[int]) -> Outcome:
         """Book a computed step. `tokens` are the sampled ones, in the order of `step.samplers()`."""
+        self._age(step)
         outcome = Outcome()
         sampled = iter(tokens)
         for part in step.parts:
             sequence = part.sequence
             samples = part.samples  # asked before the sequence grows
-            if sequence.remaining > 1:
-                self.work += part.count
-                sequence.work += part.count
             sequence.computed += part.count
             self._fill(sequence)
             if samples:
@@ -208,8 +201,16 @@ class Scheduler:
         cached = sequence.computed
         if not sequence.table:
             cached = self.pool.match_length(self._reusable(sequence)) * self.pool.block_tokens
-        others = self.work - sequence.work_before - sequence.work
-        return len(sequence.tokens) - cached - AGEING * others, sequence.number
+        return len(sequence.tokens) - cached - AGEING * sequence.overtaken_tokens, sequence.number
+
+    def _age(self, step: Step) -> None:
+        """Credit those whose prefill is not over for what went to later arrivals."""
+        prefills = [part for part in step.parts if part.sequence.remaining > 1]
+        newest = max((part.sequence.number for part in prefills), default=-1)
+        for sequence in (*self.waiting, *self.running):
+            if sequence.remaining > 1 and sequence.number < newest:
+                later = (part.count for part in prefills if part.sequence.number > sequence.number)
+                sequence.overtaken_tokens += sum(later)
 
     def _reusable(self, sequence: Sequence) -> list[bytes]:
         """Ids of the blocks that a hit may cover: at least one token must be left to compute."""

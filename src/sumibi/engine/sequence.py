@@ -105,10 +105,8 @@ class Sequence:
     """Tokens whose KV lies in `table`."""
     filled: int = 0
     """Leading blocks of `table` whose content the pool knows."""
-    work: int = 0
-    """Tokens prefilled for this sequence, recomputations included."""
-    work_before: int = 0
-    """Tokens that the engine had prefilled, for anyone, when it arrived."""
+    overtaken_tokens: int = 0
+    """Tokens prefilled for sequences that arrived later, while this one's prefill was not over."""
     cached_tokens: int | None = None
     """Prompt tokens found in the cache when it was first admitted; None before."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
