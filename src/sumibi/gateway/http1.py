@@ -231,9 +231,9 @@ class Connection(asyncio.Protocol):
         self.transport.write(head if request is not None and request.method == "HEAD" else head + body)
         self.finished()
 
-    def finished(self) -> None:
-        """The answer in flight was written to its end: the next request may go."""
-        last = self.last
+    def finished(self, *, close: bool = False) -> None:
+        """The answer in flight was written to its end: the next request may go, or the connection closes."""
+        last = close or self.last
         request, self._in_flight, self._exchange = self._in_flight, None, None
         if request is not None:
             self._server.buffered_bytes -= request.body_bytes

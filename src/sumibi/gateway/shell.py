@@ -1,0 +1,216 @@
+"""The shell around the router: events in from every side, instructions carried out, one clock for both.
+
+The router decides and never acts; this acts and never decides. It holds what the router's names stand for:
+requests in flight, endpoints' connections, the timer for the next tick.
+"""
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from sumibi.gateway.answers import Usage
+from sumibi.gateway.completion import Completion
+from sumibi.gateway.metrics import Metrics
+from sumibi.gateway.upstream import Call, Upstream
+from sumibi.routing.events import (
+    AskReplay,
+    Dispatch,
+    Event,
+    FinishReason,
+    GradeChanged,
+    Instruction,
+    Refuse,
+    Tick,
+    WakeAt,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Brain(Protocol):
+    """What the shell needs of a router."""
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take an event, answer with what to do."""
+
+
+class UsageRecord(msgspec.Struct):
+    """One line of the usage log: who used how much of what, and how it ended. Never any text."""
+
+    t: float
+    """Wall-clock seconds at the end."""
+    request: str
+    tenant: str
+    model: str
+    endpoint: str
+    reason: str
+    """`stop`, or why there was no whole answer."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    output_tokens: int | None
+    exact: bool
+    """True if the engine gave the counts; False if they are the gateway's."""
+    attempts: int
+    ttft_s: float | None
+    duration_s: float
+
+
+class Target:
+    """An endpoint as a place to send requests."""
+
+    __slots__ = ("line_end", "upstream")
+
+    def __init__(self, upstream: Upstream, host_header: bytes, rank: int | None) -> None:
+        self.upstream = upstream
+        self.line_end = b" HTTP/1.1\r\nhost: " + host_header + b"\r\n"
+        if rank is not None:
+            self.line_end += b"x-data-parallel-rank: %d\r\n" % rank
+
+
+class Shell:
+    """See the module."""
+
+    def __init__(
+        self,
+        router: Brain,
+        metrics: Metrics,
+        *,
+        explain: Callable[[str], bytes],
+        record_usage: Callable[[UsageRecord], None],
+        record_event: Callable[[Event], None] | None = None,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.metrics = metrics
+        self.completions: dict[str, Completion] = {}
+        """Requests in flight, by id."""
+        self.targets: dict[str, Target] = {}
+        """Endpoint -> where to send."""
+        self.ask_replay: Callable[[str, int], None] = lambda endpoint, from_seq: None
+        """Set by the supervision of engines."""
+        self.explanation = explain
+        self._router = router
+        self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+        self._record_usage = record_usage
+        self._record_event = record_event
+        self._wall_clock = wall_clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes: list[float] = []  # heap of the times at which the router wants a tick
+
+    def tell(self, event: Event) -> None:
+        """Hand an event to the router and carry out what it answers."""
+        instructions = self._router.handle(event)
+        if self._record_event is not None:
+            self._record_event(event)
+        for instruction in instructions:
+            self._carry_out(instruction)
+
+    def send(
+        self, endpoint: str, path: bytes, head: bytes, body: bytes, completion: Completion
+    ) -> Call | None:
+        """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more.
+
+        `head` is the request's header lines without `Host`, and ends before the blank line.
+        """
+        target = self.targets.get(endpoint)
+        if target is None:
+            self._loop.call_soon(completion.answer_failed, FinishReason.REFUSED, "the endpoint is gone")
+            return None
+        whole = b"".join((b"POST ", path, target.line_end, head, b"\r\n"))
+        return target.upstream.call(whole, body, completion)
+
+    def over(self, completion: Completion, reason: FinishReason, usage: Usage | None) -> None:
+        """The request is over: count it, write its usage record, forget it."""
+        del self.completions[completion.id]
+        now = self.now()
+        counters = self.metrics.model(completion.asked.model)
+        counters.in_flight -= 1
+        counters.duration_s.observe(now - completion.arrived_t)
+        outcome = completion.refusal or reason.value
+        prompt_tokens = completion.prompt_tokens
+        if reason is FinishReason.STOP:
+            counters.prompt_tokens.observe(prompt_tokens)
+        else:
+            counters.error(outcome)
+        ttft_s = None
+        if completion.first_token_t is not None:
+            ttft_s = completion.first_token_t - completion.arrived_t
+            counters.ttft_s.observe(ttft_s)
+        cached = output = None
+        if usage is not None:
+            cached, output = usage.cached_tokens, usage.output_tokens
+            if usage.prompt_tokens is not None:
+                prompt_tokens = usage.prompt_tokens
+            if cached is not None:
+                counters.cached_tokens.observe(cached)
+            if output is not None:
+                counters.output_tokens.observe(output)
+            counters.estimated_usage += not usage.exact
+            if output and output > 1 and completion.asked.stream and completion.first_token_t is not None:
+                counters.per_token_s.observe((now - completion.first_token_t) / (output - 1))
+        self._record_usage(
+            UsageRecord(
+                t=self._wall_clock(),
+                request=completion.id,
+                tenant=completion.tenant,
+                model=completion.asked.model,
+                endpoint=completion.endpoint,
+                reason=outcome,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached,
+                output_tokens=output,
+                exact=usage is not None and usage.exact,
+                attempts=completion.attempt,
+                ttft_s=ttft_s,
+                duration_s=now - completion.arrived_t,
+            )
+        )
+
+    def close(self) -> None:
+        """Send no more ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Dispatch():
+                completion = self.completions.get(instruction.request)
+                if completion is not None:
+                    completion.dispatch(instruction)
+            case Refuse():
+                completion = self.completions.get(instruction.request)
+                if completion is not None:
+                    completion.refuse(instruction.status, instruction.reason, instruction.message)
+            case WakeAt():
+                self._wake_at(instruction.at)
+            case AskReplay():
+                self.ask_replay(instruction.endpoint, instruction.from_seq)
+            case GradeChanged():
+                self.metrics.endpoint(instruction.endpoint).grade = instruction.grade.value
+                log.info(
+                    "%s: cache knowledge is %s (%s)",
+                    instruction.endpoint,
+                    instruction.grade,
+                    instruction.cause,
+                )
+
+    def _wake_at(self, at: float) -> None:
+        if at not in self._wakes:
+            heapq.heappush(self._wakes, at)
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._wakes[0], self._tick) if self._wakes else None
+
+    def _tick(self) -> None:
+        now = self.now()
+        while self._wakes and self._wakes[0] <= now:
+            heapq.heappop(self._wakes)
+        self._set_timer()
+        self.tell(Tick(t=now))
