@@ -1,4 +1,4 @@
-"""What goes into the router (events) and what comes out (instructions).
+r"""What goes into the router (events) and what comes out (instructions).
 
 Every event carries `t`: seconds on the shell's monotonic clock, never decreasing from one event to the
 next. Shells build events from sockets or from simulated engines; the router never asks for anything
@@ -8,11 +8,13 @@ them can be written, read and replayed.
 Life of a request, as the shell tells it:
 
     Arrived -> Admitted -> (Dispatch) -> Dispatched -> FirstToken -> Finished
-                       \\-> (Refuse)
+                       \-> (Refuse)
 
 `Finished` ends an attempt, whatever happened to it. If the reason allows a retry and nothing was sent to
 the client yet, the router answers with another `Dispatch` (the reservation moves); otherwise the request
-is over and every part of its reservation is released, exactly once.
+is over and every part of its reservation is released, exactly once. A request that was never dispatched
+(turned down by the shell, or its client left while it waited for an endpoint) is ended by `Finished` too,
+with attempt 0.
 """
 
 from enum import StrEnum
@@ -176,6 +178,42 @@ class EngineBatch(Event, frozen=True):
     replayed: bool = False
 
 
+class KeysAdded(msgspec.Struct, frozen=True, tag=True):
+    """Blocks now in `tier`: `keys` is a chain hanging from `parent` (None: from the empty prefix)."""
+
+    tier: str
+    parent: int | None
+    keys: list[int]
+
+
+class KeysRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Blocks no longer in `tier`."""
+
+    tier: str
+    keys: list[int]
+
+
+class TierCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left in `tier`."""
+
+    tier: str
+
+
+Change = KeysAdded | KeysRemoved | TierCleared
+
+
+class Residency(Event, frozen=True):
+    """What KV events meant, in routing keys: which blocks an endpoint gained and lost, in order.
+
+    The router makes these itself from `EngineBatch`es, for the recorded log: a batch is recorded with no
+    events in it (its sequence number and digest still drive the same transitions) and followed by what it
+    changed. So a log holds no token ids, and a fresh router fed with it has the same index.
+    """
+
+    endpoint: str
+    changes: list[Change]
+
+
 class ReplayEnded(Event, frozen=True):
     """The replay asked for by `AskReplay` is over; `ok` means its end mark was seen."""
 
@@ -197,6 +235,24 @@ class Signals(Event, frozen=True):
 
 class Tick(Event, frozen=True):
     """Time passed: deadlines, ageing. Sent at the times asked for by `WakeAt`."""
+
+
+AnyEvent = (
+    Arrived
+    | Admitted
+    | Dispatched
+    | FirstToken
+    | Finished
+    | EndpointUp
+    | EndpointSuspect
+    | EndpointDown
+    | EngineBatch
+    | Residency
+    | ReplayEnded
+    | Signals
+    | Tick
+)
+"""For decoding a recorded log: `msgspec.json.Decoder(AnyEvent)`."""
 
 
 class Instruction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -226,7 +282,8 @@ class Refuse(Instruction, frozen=True):
 
 class AskReplay(Instruction, frozen=True):
     """Ask the endpoint's replay socket for every batch from `from_seq` on; feed them as replayed
-    `EngineBatch`es, then `ReplayEnded`. Live batches meanwhile are fed as usual."""
+    `EngineBatch`es, then `ReplayEnded`. Live batches meanwhile are fed as usual.
+    """
 
     endpoint: str
     from_seq: int

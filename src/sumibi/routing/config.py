@@ -1,0 +1,51 @@
+"""The router's settings: every limit and constant that a deployment may change, with its reason."""
+
+import msgspec
+
+from sumibi.core.latency import CPU_CORE_135M, LatencyModel
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one `Router`. A recorded log replays bit-equal only under the same settings."""
+
+    policy: str = "cost"
+    """One of `sumibi.routing.policies.POLICIES`."""
+    latency: LatencyModel = CPU_CORE_135M
+    """Where learning starts for endpoints that do not say their own."""
+
+    gateway: str = "gateway"
+    gateway_epoch: int = 0
+    """Who owns this router's reservations: with several gateways, entries of peers stand beside ours."""
+
+    max_attempts: int = 2
+    """Dispatches of one request, the first included."""
+    max_requests: int = 100_000
+    """Requests known at once; above it new ones are refused (429)."""
+    max_waiting: int = 1_000
+    """Requests that wait for an endpoint of their model; above it new ones are refused (429)."""
+    wait_for_endpoint_s: float = 10.0
+    """How long a request waits for an endpoint of its model to come up before it is refused (503)."""
+
+    max_index_blocks: int = 2_000_000
+    """Blocks in the index, all endpoints together (about 260 bytes each); above it new ones are left out."""
+    max_orphan_blocks: int = 10_000
+    """Per endpoint: stored blocks kept although their parent is not known (yet)."""
+    max_buffered_batches: int = 10_000
+    """Per endpoint: live event batches held back while missed ones are replayed."""
+    max_lower_tier_blocks: int = 1_000_000
+    """Per endpoint and tier below the device: some report stores and never removals, the oldest go."""
+    recall_blocks: int = 31_250
+    """Per endpoint without KV events: own prompts' blocks remembered while its capacity is unknown."""
+
+    foreign_half_life_s: float = 10.0
+    """A scraped surplus of load loses half its weight in this time unless a new scrape renews it."""
+
+    replay_attempts: int = 3
+    """Tries to have missed event batches replayed before the endpoint's blocks are dropped."""
+    replay_retry_s: float = 1.0
+    """Pause before the second try; doubles."""
+    replay_cooldown_s: float = 30.0
+    """After the last failed try, how long until all of it is asked for anew."""
+
+    decisions_kept: int = 1_000
+    """Decision records and outcomes kept for the admin door, the newest."""

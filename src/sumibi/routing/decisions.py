@@ -1,0 +1,171 @@
+"""Decision records: every candidate's cost, the pick, and enough to compute the pick again.
+
+A record holds all that its policy looked at and nothing of the prompt but lengths. `rerun` applies the same
+policy to records read back (is the pick reproduced?) or another one (what would it have done, decision by
+decision, with everything else as it was?).
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from sumibi.core.errors import BadRequest
+from sumibi.routing.events import FinishReason, Grade
+
+EXPLANATION_BYTES = 2048
+"""Limit of `explain`: an explanation fits into a response header."""
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """One endpoint as the policies saw it. Seconds are predictions for this request there."""
+
+    endpoint: str
+    grade: Grade
+    matched_tokens: int
+    """Prompt tokens whose KV is there."""
+    pending_tokens: int
+    """Further ones that another request is computing there."""
+    wait_s: float
+    """Until the endpoint can begin with this prefill."""
+    pending_s: float
+    """Until the pending ones are computed."""
+    compute_s: float
+    """Prefill of what is neither there nor pending."""
+    delay_s: float
+    """Added to requests that are decoding there: by this prefill, and by one more sequence in the batch."""
+    evict_s: float
+    """To recompute, later, what this request pushes out of the cache."""
+    total_s: float
+    inflight: int
+    """Requests there, foreign ones included."""
+    prefill_tokens: int
+    """Prompt tokens that our requests there still have to compute."""
+    dispatched: int
+    """Requests sent there so far."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token."""
+        return max(self.wait_s, self.pending_s) + self.compute_s
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice among candidates."""
+
+    id: str
+    t: float
+    request: str
+    attempt: int
+    model: str
+    tenant: str
+    policy: str
+    number: int
+    """How many decisions were made for the model before this one (round-robin's state)."""
+    prompt_tokens: int
+    candidates: list[Candidate]
+    pick: int
+    """Index into `candidates`."""
+
+    @property
+    def picked(self) -> Candidate:
+        """The chosen candidate."""
+        return self.candidates[self.pick]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a dispatched attempt, beside what was predicted. None: not seen or not reported."""
+
+    decision: str
+    t: float
+    request: str
+    attempt: int
+    model: str
+    endpoint: str
+    reason: FinishReason
+    prompt_tokens: int
+    predicted_cached_tokens: int
+    cached_tokens: int | None
+    predicted_ttft_s: float
+    ttft_s: float | None
+    """Dispatch to first token; None for requests that do not stream."""
+    output_tokens: int | None
+
+
+class Rerun(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded decision, decided again."""
+
+    decision: str
+    request: str
+    policy: str
+    recorded: str
+    """Endpoint picked then."""
+    rerun: str
+    """Endpoint picked now."""
+
+    @property
+    def same(self) -> bool:
+        """True if the pick is the recorded one."""
+        return self.recorded == self.rerun
+
+
+def read_decisions(lines: Iterable[bytes | str]) -> Iterable[Decision]:
+    """Decision records from JSON lines; empty lines are skipped. Raises BadRequest naming line and field."""
+    decoder = msgspec.json.Decoder(Decision)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            decision = decoder.decode(line)
+        except msgspec.MsgspecError as cause:
+            raise BadRequest(f"line {number} is not a decision record: {cause}") from cause
+        if not 0 <= decision.pick < len(decision.candidates):
+            raise BadRequest(
+                f"line {number}: pick {decision.pick} names none of its candidates", param="pick"
+            )
+        yield decision
+
+
+def explain(decision: Decision) -> bytes:
+    """The decision as JSON in at most 2 KB: the pick, then the other candidates by cost as space allows."""
+    order = sorted(range(len(decision.candidates)), key=lambda i: (i != decision.pick, _total(decision, i)))
+    summary: dict[str, object] = {
+        "decision": decision.id,
+        "policy": decision.policy,
+        "prompt_tokens": decision.prompt_tokens,
+        "endpoint": decision.picked.endpoint,
+        "candidates": [],
+        "left_out": len(order),
+    }
+    shown: list[dict[str, object]] = []
+    text = msgspec.json.encode(summary)
+    for i in order:
+        shown.append(_brief(decision.candidates[i]))
+        summary["candidates"], summary["left_out"] = shown, len(order) - len(shown)
+        longer = msgspec.json.encode(summary)
+        if len(longer) > EXPLANATION_BYTES:
+            break
+        text = longer
+    return text
+
+
+def _total(decision: Decision, i: int) -> float:
+    return decision.candidates[i].total_s
+
+
+def _brief(c: Candidate) -> dict[str, object]:
+    seconds = {
+        "wait_s": c.wait_s,
+        "pending_s": c.pending_s,
+        "compute_s": c.compute_s,
+        "delay_s": c.delay_s,
+        "evict_s": c.evict_s,
+        "total_s": c.total_s,
+    }
+    return {
+        "endpoint": c.endpoint,
+        "grade": c.grade,
+        "matched_tokens": c.matched_tokens,
+        "pending_tokens": c.pending_tokens,
+        **{name: round(value, 4) for name, value in seconds.items()},
+        "inflight": c.inflight,
+    }

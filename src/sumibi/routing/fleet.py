@@ -1,0 +1,253 @@
+"""The endpoints: what each one is, what is known of it, and which of them serve a model.
+
+An endpoint's *life* is one run of its engine process. A new life starts with empty caches and an empty
+load; reservations of an earlier one stay in the ledger until their requests end, but no longer weigh on the
+endpoint (see `ledger`). Health says whether an endpoint takes requests and nothing else: a flap leaves
+load and blocks as they are.
+
+Foreign load is what a scrape shows beyond our own requests. It fades unless it is seen again, and never
+replaces our own count: between scrapes, however long, the ledger speaks.
+"""
+
+from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
+from sumibi.core.latency import LatencyModel
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.events import EndpointUp, Grade, Signals
+from sumibi.routing.index import BlockIndex
+from sumibi.routing.learning import Factors, Learner
+from sumibi.routing.ledger import Load, Owner, inflight_since
+from sumibi.routing.recall import Recall
+
+TYPICAL_PROMPT_TOKENS = 512
+"""A foreign request's prompt, until our own requests at the endpoint say what is usual there."""
+TYPICAL_RATE = 0.1
+"""Rate at which usual prefill times and output lengths follow our own requests."""
+BUSY_PERIOD_PREFILLS = 8
+"""Prefills in a busy period before it is closed and learnt from, though the endpoint is still busy."""
+SMALLEST_BLOCK_TOKENS = 16
+"""Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
+
+
+class BusyPeriod:
+    """A stretch of time in which an endpoint always had a prefill of ours to compute.
+
+    Work is conserved: whatever order the engine serves in, the period lasts as long as the work in it takes.
+    So the latency model is learnt from periods, not from requests.
+    """
+
+    __slots__ = ("prefills", "since_t", "sound", "work_ns")
+
+    def __init__(self) -> None:
+        self.reset(None)
+
+    def reset(self, since_t: float | None) -> None:
+        """Begin anew at `since_t`; None: not before the next dispatch."""
+        self.since_t = since_t
+        self.prefills = 0
+        self.work_ns = 0
+        self.sound = True
+        """False once something happened in it whose work is not known (an aborted prefill, ...)."""
+
+
+class Endpoint:
+    """One engine replica (one rank of it)."""
+
+    __slots__ = (
+        "_half_life_s",
+        "_index",
+        "busy",
+        "dispatched",
+        "emitted_grade",
+        "engine_block_tokens",
+        "epoch",
+        "foreign_running",
+        "foreign_t",
+        "foreign_waiting",
+        "grade",
+        "has_events",
+        "has_replay",
+        "holders",
+        "kv_tokens",
+        "learner",
+        "load",
+        "max_sequences",
+        "models",
+        "name",
+        "number",
+        "process_start_s",
+        "recall",
+        "signals",
+        "suspect",
+        "typical_prefill_s",
+        "unreachable_t",
+        "up",
+    )
+
+    def __init__(self, name: str, number: int, config: RouterConfig, index: BlockIndex) -> None:
+        self.name = name
+        self.number = number
+        self.models: list[str] = []
+        self.up = False
+        self.epoch = 1
+        """Lives seen, this one included."""
+        self.suspect: str | None = None
+        """Why its blocks are not trusted at present."""
+        self.unreachable_t: float | None = None
+        """When it last refused or broke a connection, if nothing was heard of it since."""
+        self.grade = Grade.APPROXIMATE
+        self.emitted_grade: Grade | None = None
+        self.has_events = self.has_replay = False
+        self.engine_block_tokens: int | None = None
+        self.kv_tokens: int | None = None
+        self.max_sequences: int | None = None
+        self.process_start_s: float | None = None
+        self.dispatched = 0
+        self.load = Load()
+        self.busy = BusyPeriod()
+        self.recall = Recall(index, config.recall_blocks)
+        self.holders = 1 << self.recall.holder
+        """Bit set of the holders in the index whose blocks spare a prefill here."""
+        self.signals: Signals | None = None
+        self.foreign_running = self.foreign_waiting = self.foreign_t = 0.0
+        self.learner = Learner(config.latency, Factors())
+        self.typical_prefill_s = config.latency.prefill_s(TYPICAL_PROMPT_TOKENS)
+        self._half_life_s = config.foreign_half_life_s
+        self._index = index
+
+    def resident_blocks(self) -> int:
+        """Blocks believed to be in its device cache."""
+        return self._index.blocks(self.recall.holder)
+
+    def observe_load(self, signals: Signals) -> None:
+        """Take a scrape: what it shows beyond our own requests is foreign."""
+        self.signals = signals
+        running, waiting = signals.running or 0, signals.waiting or 0
+        foreign = max(0, running + waiting - inflight_since(self.load, signals.scraped_t))
+        self.foreign_waiting = float(min(foreign, waiting))
+        self.foreign_running = foreign - self.foreign_waiting
+        self.foreign_t = signals.scraped_t
+
+    def foreign(self, t: float) -> tuple[float, float]:
+        """Foreign requests (running, waiting) as far as the last scrape still counts at `t`."""
+        if not self.foreign_running and not self.foreign_waiting:
+            return 0.0, 0.0
+        fade = 0.5 ** ((t - self.foreign_t) / self._half_life_s)
+        return self.foreign_running * fade, self.foreign_waiting * fade
+
+    def prefill_left_s(self, t: float, last: Owner | None = None) -> float:
+        """Seconds until the prefills reserved here are computed: all of them, or those up to `last`'s.
+
+        The first one counts less the longer it has been worked on; one that has overrun its prediction by
+        x is expected to take another x, so an endpoint that hangs looks worse by the second.
+        """
+        load = self.load
+        if not load.prefills:
+            return 0.0
+        fixed_s = self.learner.start.a_s * self.learner.fixed_factor
+        prefills, work_ns = len(load.prefills), load.prefill_work_ns
+        if last is not None:
+            ahead = list(load.prefills)
+            ahead = ahead[: ahead.index(last) + 1]
+            prefills, work_ns = len(ahead), sum(load.prefills[owner].work_ns for owner in ahead)
+        total_s = prefills * fixed_s + work_ns * 1e-9 * self.learner.work_factor
+        head = next(iter(load.prefills.values()))
+        head_s = fixed_s + head.work_ns * 1e-9 * self.learner.work_factor
+        elapsed_s = t - load.head_since_t
+        overrun_s = elapsed_s - head_s
+        if overrun_s <= 0:
+            return total_s - elapsed_s
+        return total_s - head_s + (overrun_s if head.streamed else 0.0)
+
+    def new_life(self) -> None:
+        """Another process serves here now: its caches are empty and none of our requests are in it."""
+        self.epoch += 1
+        self.load = Load()
+        self.busy.reset(None)
+        self.foreign_running = self.foreign_waiting = 0.0
+        self.recall.clear()
+
+
+class Model:
+    """A model (or adapter) name and the endpoints that serve it."""
+
+    __slots__ = ("block_tokens", "decisions", "endpoints", "name", "output_tokens")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.block_tokens: int | None = None
+        """Tokens of a routing block; None until an endpoint has named its own."""
+        self.endpoints: dict[str, Endpoint] = {}
+        self.decisions = 0
+        self.output_tokens = 128.0
+        """Tokens that a request is expected to generate: a running mean."""
+
+
+class Fleet:
+    """All endpoints and models."""
+
+    def __init__(self, config: RouterConfig, index: BlockIndex) -> None:
+        self._config = config
+        self._index = index
+        self._factors: dict[LatencyModel, Factors] = {}
+        self._numbers = 0
+        self.endpoints: dict[str, Endpoint] = {}
+        self.models: dict[str, Model] = {}
+
+    def block_tokens(self, model: str) -> int:
+        """Tokens of a routing block of `model`: the first endpoint that names its block size fixes it."""
+        known = self.models.get(model)
+        return (known.block_tokens if known else None) or DEFAULT_BLOCK_TOKENS
+
+    def upsert(self, event: EndpointUp) -> Endpoint:
+        """The endpoint that `event` tells of, with its fields taken over."""
+        endpoint = self.endpoints.get(event.endpoint)
+        if endpoint is None:
+            endpoint = Endpoint(event.endpoint, self._numbers, self._config, self._index)
+            self._numbers += 1
+            self.endpoints[event.endpoint] = endpoint
+        latency = event.latency or self._config.latency
+        if endpoint.learner.start != latency or latency not in self._factors:
+            factors = self._factors.setdefault(latency, Factors())
+            endpoint.learner = Learner(latency, factors)
+            endpoint.typical_prefill_s = latency.prefill_s(TYPICAL_PROMPT_TOKENS)
+        endpoint.has_events, endpoint.has_replay = event.has_events, event.has_replay
+        endpoint.engine_block_tokens = event.engine_block_tokens
+        endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
+        for name in endpoint.models:
+            if name not in event.models:
+                self._unserve(name, endpoint)
+        endpoint.models = list(event.models)
+        for name in endpoint.models:
+            model = self.models.setdefault(name, Model(name))
+            model.endpoints[endpoint.name] = endpoint
+            if model.block_tokens is None and event.engine_block_tokens:
+                model.block_tokens = _routing_block(event.engine_block_tokens)
+        if endpoint.kv_tokens and endpoint.models:
+            tokens = self.block_tokens(endpoint.models[0])
+            endpoint.recall.limit_blocks = max(1, endpoint.kv_tokens // tokens)
+        return endpoint
+
+    def remove(self, endpoint: Endpoint) -> None:
+        """Forget it altogether. Models stay known, with their block size and usual output."""
+        for name in endpoint.models:
+            self._unserve(name, endpoint)
+        self._index.remove_holder(endpoint.recall.holder)
+        del self.endpoints[endpoint.name]
+
+    def candidates(self, model: str, excluded: str | None = None) -> list[Endpoint]:
+        """Endpoints that may take a request for `model` now, in the order in which they joined.
+
+        One that just refused or broke a connection is passed over as long as there is another.
+        """
+        known = self.models.get(model)
+        up = [e for e in known.endpoints.values() if e.up and e.name != excluded] if known else []
+        reachable = [e for e in up if e.unreachable_t is None]
+        return reachable or up
+
+    def _unserve(self, model: str, endpoint: Endpoint) -> None:
+        self.models[model].endpoints.pop(endpoint.name, None)
+
+
+def _routing_block(engine_block_tokens: int) -> int:
+    """The smallest multiple of the engine's block that is not too small for the index."""
+    return engine_block_tokens * -(-SMALLEST_BLOCK_TOKENS // engine_block_tokens)

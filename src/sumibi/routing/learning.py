@@ -1,0 +1,114 @@
+"""The latency model of each endpoint, learnt online from what its requests took.
+
+An endpoint starts from given coefficients that may be wrong by any factor up to 8. Three of its properties
+are learnt as factors on them: the fixed cost of a prefill (`a`), the work in it (`b` and `q` together) and
+decode steps (`d0..d2` together). They live as logarithms, so that "twice too slow" and "twice too fast"
+weigh the same, and are clamped to [1/8, 8]: a run of odd observations can bend a model, never break it.
+
+Each factor is a product of two: one shared by all endpoints that started from the same coefficients (the
+same hardware, so what one teaches holds for a new one) and one of the endpoint itself, which moves slowly
+so that chance does not make one of two equal machines look faster.
+
+One observation says only the total. The error (log of actual over predicted) is dealt out to the factors by
+their share of the prediction, which is gradient descent on the logarithms, and is clipped so that an
+outlier counts no more than a factor e: the result tends to the median rather than the mean.
+"""
+
+from math import exp, log
+
+from sumibi.core.latency import LatencyModel
+
+BAND = log(8.0)
+"""Factors stay within exp(±BAND) of the start."""
+CLIP = 1.0
+"""An observation's log error counts up to this."""
+SHARED_FLOOR = 0.02
+"""Rate at which the shared factor keeps learning after many observations (it starts at 0.5)."""
+OWN_RATE = 0.1
+"""Rate at which an endpoint's own factor learns."""
+
+
+class Factors:
+    """Log factors on the coefficients of a latency model, and how often they were taught."""
+
+    __slots__ = ("decode", "decode_lessons", "fixed", "prefill_lessons", "work")
+
+    def __init__(self) -> None:
+        self.fixed = 0.0
+        self.work = 0.0
+        self.decode = 0.0
+        self.prefill_lessons = 0
+        self.decode_lessons = 0
+
+
+class Learner:
+    """What one endpoint's requests are expected to take."""
+
+    __slots__ = ("_own", "_seen", "_shared", "decode_factor", "fixed_factor", "start", "work_factor")
+
+    def __init__(self, start: LatencyModel, shared: Factors) -> None:
+        self.start = start
+        self._shared = shared
+        self._own = Factors()
+        self._seen = (-1, -1)
+        self.fixed_factor = self.work_factor = self.decode_factor = 1.0
+        self.sync()
+
+    @property
+    def model(self) -> LatencyModel:
+        """The coefficients as learnt so far."""
+        self.sync()
+        s = self.start
+        return LatencyModel(
+            a_s=s.a_s * self.fixed_factor,
+            b_s=s.b_s * self.work_factor,
+            q_s=s.q_s * self.work_factor,
+            d0_s=s.d0_s * self.decode_factor,
+            d1_s=s.d1_s * self.decode_factor,
+            d2_s=s.d2_s * self.decode_factor,
+        )
+
+    def sync(self) -> None:
+        """Take over what other endpoints taught the shared factors meanwhile."""
+        shared, own = self._shared, self._own
+        lessons = (shared.prefill_lessons, shared.decode_lessons)
+        if lessons == self._seen:
+            return
+        self._seen = lessons
+        self.fixed_factor = exp(_clip(shared.fixed + own.fixed, BAND))
+        self.work_factor = exp(_clip(shared.work + own.work, BAND))
+        self.decode_factor = exp(_clip(shared.decode + own.decode, BAND))
+
+    def observe_prefill(self, actual_s: float, prefills: int, start_work_s: float) -> None:
+        """`prefills` prefills whose work was `start_work_s` by the start's coefficients took `actual_s`."""
+        self.sync()
+        fixed_s = prefills * self.start.a_s * self.fixed_factor
+        predicted_s = fixed_s + start_work_s * self.work_factor
+        if actual_s <= 0 or predicted_s <= 0:
+            return
+        error = _clip(log(actual_s / predicted_s), CLIP)
+        share = fixed_s / predicted_s
+        shared_rate = max(2.0 / (4.0 + self._shared.prefill_lessons), SHARED_FLOOR)
+        for factors, rate in ((self._shared, shared_rate), (self._own, OWN_RATE)):
+            factors.fixed = _clip(factors.fixed + rate * error * share, BAND)
+            factors.work = _clip(factors.work + rate * error * (1 - share), BAND)
+            factors.prefill_lessons += 1
+        self.sync()
+
+    def observe_decode(self, actual_step_s: float, sequences: float, mean_context_tokens: float) -> None:
+        """A decode step took `actual_step_s` on average, with so many sequences of such a context."""
+        self.sync()
+        start = self.start
+        start_s = start.d0_s + start.d1_s * sequences + start.d2_s * sequences * mean_context_tokens
+        if actual_step_s <= 0 or start_s <= 0:
+            return
+        error = _clip(log(actual_step_s / (start_s * self.decode_factor)), CLIP)
+        shared_rate = max(2.0 / (4.0 + self._shared.decode_lessons), SHARED_FLOOR)
+        for factors, rate in ((self._shared, shared_rate), (self._own, OWN_RATE)):
+            factors.decode = _clip(factors.decode + rate * error, BAND)
+            factors.decode_lessons += 1
+        self.sync()
+
+
+def _clip(x: float, limit: float) -> float:
+    return min(max(x, -limit), limit)
