@@ -99,10 +99,10 @@ def parse_request(path: str, body: bytes) -> PromptRequest:
     raise BadRequest(f"{path}: not a path with a prompt; use /v1/chat/completions or /v1/completions")
 
 
-def decode_objects(raws: list[Raw], field: str) -> list[dict[str, Any]]:
-    """Decode undecoded JSON objects; BadRequest names `field[index]` of the one that is none."""
+def decode_objects(raws: list[Raw], field: str, start: int = 0) -> list[dict[str, Any]]:
+    """Decode JSON objects; BadRequest names `field[index]` of one that is none, counting from `start`."""
     out: list[dict[str, Any]] = []
-    for index, raw in enumerate(raws):
+    for index, raw in enumerate(raws, start):
         try:
             out.append(_object.decode(raw))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:

@@ -28,8 +28,14 @@ Message = dict[str, Any]
 ContentFormat = Literal["string", "parts"]
 """Whether a template wants `content` as one string or as a list of `{"type": "text", "text": ...}`."""
 
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_TEXT_PARTS["thinking"] = "thinking"
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Types of content parts that are text, and the field that holds it."""
 
 
 class UnsupportedContent(BadRequest):
@@ -82,13 +88,14 @@ class ChatTemplate:
             {**self._special_tokens, **template_kwargs},
         )
 
-    def is_deterministic(self, *, with_tools: bool) -> bool:
-        """False if equal messages may render differently (a date, a random choice)."""
-        return self._select([{}] if with_tools else None).deterministic
+    def now(self, *, with_tools: bool) -> str | None:
+        """What else than messages and arguments a rendering depends on: the dates it writes, as of now.
 
-    def content_format(self, *, with_tools: bool) -> ContentFormat:
-        """How the template wants message content."""
-        return self._select([{}] if with_tools else None).content_format
+        Equal messages render equally as long as this is equal. None: never count on it (the template
+        makes random choices, or formats the time in a way its source does not tell).
+        """
+        formats = self._select([{}] if with_tools else None).date_formats
+        return None if formats is None else "\n".join(map(_strftime_now, formats))
 
     def _select(self, tools: Sequence[dict[str, Any]] | None) -> "_Compiled":
         if tools is not None and "tool_use" in self._compiled:
@@ -102,7 +109,7 @@ class _Compiled:
     def __init__(self, template: jinja2.Template, tree: jinja2.nodes.Template) -> None:
         self._template = template
         self.content_format: ContentFormat = "parts" if _iterates_content(tree) else "string"
-        self.deterministic = not _is_random(tree)
+        self.date_formats = _date_formats(tree)
 
     def render(
         self,
@@ -177,8 +184,6 @@ def _content_texts(content: object, path: str) -> list[str]:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise BadRequest(f"{path}[{index}]: an object with a `type` is needed", param=f"{path}[{index}]")
         if kind not in _TEXT_PARTS:
             raise UnsupportedContent(
                 f"{path}[{index}].type: {kind!r} is not text; allowed are {', '.join(_TEXT_PARTS)}",
@@ -215,23 +220,25 @@ def _arguments(arguments: object) -> object:
     return arguments if isinstance(arguments, dict | list) else {}
 
 
-_MARK = "<sumibi:end-of-final-message>"
+_MARK = "<sumibi:end-of-final-message> "
+"""Ends in a space so that a template which trims content can be told from one that does not."""
 
 
 def _mark_end(message: Message) -> Message:
     content = message["content"]
-    if isinstance(content, list):
-        if not content:
-            raise BadRequest("messages: the final message has no text to continue", param="messages")
-        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
-    return {**message, "content": content + _MARK}
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}
+    if not content:
+        raise BadRequest("messages: the final message has no text to continue", param="messages")
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]}
 
 
 def _cut_at_mark(text: str) -> str:
-    at = text.rfind(_MARK)
+    """`text` up to the end of the final message; spaces at its end stay if the template kept them."""
+    at = text.rfind(_MARK.strip())
     if at < 0:
         raise BadRequest("messages: the chat template does not show the final message", param="messages")
-    return text[:at]
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
 def _read_templates(directory: Path) -> dict[str, str]:
@@ -308,10 +315,25 @@ def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 _environment = _make_environment()
 
 
-def _is_random(tree: jinja2.nodes.Template) -> bool:
-    names = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load"}
-    filters = {node.name for node in tree.find_all(jinja2.nodes.Filter)}
-    return bool(names & {"strftime_now", "lipsum"}) or "random" in filters
+def _date_formats(tree: jinja2.nodes.Template) -> list[str] | None:
+    """Formats of all dates that a template may write; None if its output depends on more than those."""
+    names = [node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load"]
+    filters = [node.name for node in tree.find_all(jinja2.nodes.Filter)]
+    if "random" in filters or "lipsum" in names:
+        return None
+    formats = []
+    calls = [
+        node for node in tree.find_all(jinja2.nodes.Call) if _names_of(node.node, None) == {"strftime_now"}
+    ]
+    for call in calls:
+        match call.args:
+            case [jinja2.nodes.Const(value=str(value))]:
+                formats.append(value)
+            case _:
+                return None
+    # `strftime_now is defined` is harmless; any other mention could be a call in disguise.
+    tests = [test for test in tree.find_all(jinja2.nodes.Test) if _names_of(test, None) == {"strftime_now"}]
+    return formats if len(calls) + len(tests) == names.count("strftime_now") else None
 
 
 def _iterates_content(tree: jinja2.nodes.Template) -> bool:

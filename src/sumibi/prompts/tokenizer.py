@@ -11,14 +11,19 @@ text before anything else looks at it.
 """
 
 import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from sumibi.core.errors import ModelError
+
+# Read by the tokenizers library at each call. Its thread pool would fight the engines for cores, and a
+# process that has used it cannot fork quietly. A user's own setting stands.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REPLACEMENT = "\ufffd"
@@ -40,9 +45,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._boundary_pattern, self._safe = _boundary_pattern(list(added.values()))
-        self.lookahead = max((len(text) for text in self._safe), default=0)
-        """Characters after a boundary that decide whether it is one."""
+        self._boundary = _boundary_pattern(list(added.values()))
+        self.prefix_ids, self.suffix_ids = self._affixes()
+        """What `encode(..., add_special_tokens=True)` puts around a text."""
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -91,10 +96,13 @@ class Tokenizer:
         `add_special_tokens` adds what the model's file says (often BOS): True for a plain completion,
         False for a rendered chat, whose template has written them already.
         """
-        # encode_fast skips character offsets: a third of the time on long texts.
-        encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        ids: list[int] = encoding.ids
-        return ids
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text."""
+        # The "fast" form skips character offsets, which nobody here wants: half the time on long texts.
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -108,17 +116,22 @@ class Tokenizer:
         """A fresh `Detokenizer` for output that follows `context` (the prompt's ids, or its tail)."""
         return Detokenizer(self, context, skip_special_tokens=skip_special_tokens)
 
-    def boundaries(self, text: str, start: int = 0) -> Iterator[int]:
-        """Character positions >= `start` where a special token begins: safe places to cut `text`.
+    def boundaries(self, text: str) -> list[tuple[int, int]]:
+        """Spans of special tokens in `text` in front of each of which it may safely be cut.
 
-        `encode(text) == encode(text[:p]) + encode(text[p:])` for each of them (without added special
-        tokens). `start` must be 0 or itself such a position.
+        For each `(start, end)`, without added special tokens:
+        `encode(text) == encode(text[:start]) + encode(text[start:])`. Whether a span is a boundary
+        depends on nothing outside it, so boundaries stay when text is put before or after.
         """
-        if self._boundary_pattern is None:
-            return
-        for match in self._boundary_pattern.finditer(text, start):
-            if match.group() in self._safe:
-                yield match.start()
+        return [match.span() for match in self._boundary.finditer(text)] if self._boundary else []
+
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        bare = self.encode("a", add_special_tokens=False)
+        full = self.encode("a", add_special_tokens=True)
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        raise ModelError(f"tokenizer: its post-processor changes tokens ({bare} became {full})")
 
 
 class Detokenizer:
@@ -193,16 +206,29 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _boundary_pattern(added: list[tokenizers.AddedToken]) -> tuple[re.Pattern[str] | None, frozenset[str]]:
-    """A pattern that finds added tokens as the tokenizers library does, and those that are safe cuts.
+def _boundary_pattern(added: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
+    """A pattern for the special tokens whose text always begins a token, wherever it stands; None if none.
 
-    Only tokens matched on the raw text (not normalised) matter. The leftmost match wins, then the
-    longest, which an alternation sorted by length reproduces. A `single_word` token looks at its
-    neighbours, which a pattern cannot: a vocabulary with one gets no boundaries at all. A token that
-    swallows whitespace on its left does not begin where its text does: found, but no safe cut.
+    The tokenizers library takes added tokens that match raw text (`normalized` false) out of a text
+    before anything else: leftmost first, longest at one place. So the text of such a token begins a
+    token unless an added token that starts further left overlaps it, or one of the two has a rule about
+    its surroundings. Tokens for which either is possible are left out; real chat tokens (`<|im_start|>`,
+    `<s>`, `[INST]`) pass.
     """
-    raw = sorted((token for token in added if not token.normalized), key=lambda token: -len(token.content))
-    safe = frozenset(token.content for token in raw if not token.lstrip)
-    if not safe or any(token.single_word for token in raw):
-        return None, frozenset()
-    return re.compile("|".join(re.escape(token.content) for token in raw)), safe
+    raw = [token for token in added if not token.normalized and token.content]
+    # Both could be asked pair by pair, but some vocabularies have thousands of added tokens.
+    insides = "\0".join(token.content[1:] for token in raw)
+    ends = {token.content[start:] for token in raw for start in range(1, len(token.content))}
+    texts = [
+        token.content
+        for token in raw
+        if token.special
+        and not token.single_word
+        and not token.content[0].isspace()  # the token before might swallow it (rstrip)
+        and token.content not in insides
+        and not any(token.content[:end] in ends for end in range(1, len(token.content)))
+        # a longer one that takes the whitespace in front along
+        and not any(other.lstrip and other.content.startswith(token.content) for other in raw)
+    ]
+    texts.sort(key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None

@@ -1,0 +1,186 @@
+"""What is known of prompts that were read before: a trie of text segments with their tokens and keys.
+
+A prompt's text is cut at its special tokens (`Tokenizer.boundaries`), so a segment can be tokenised alone
+and its tokens depend on nothing around it. A conversation is a path in the trie; one that grows or forks
+shares the path up to its first new segment. Each segment holds what extending the path by it added: token
+ids, and the keys of the routing blocks that became full.
+
+Segments are compared by their text, not by a hash of it: what comes out is exact, an engine may compute
+with it. Memory is bounded in bytes. What goes first is the path whose end was used longest ago, from its
+end up to where another path branches off: no segment goes before those that follow it.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from sys import getsizeof
+
+from sumibi.core.keys import extend_keys
+
+_SEGMENT_BYTES = 550
+"""A segment without its text, tokens and keys: measured, with its part of the dicts that hold it."""
+_NOTE_BYTES = 400
+_NOTES_PER_SEGMENT = 8
+_KEY_BYTES = 44
+"""One key: a 64-bit int object, and its slot in a list."""
+_NO_KEYS: tuple[int, ...] = ()
+
+
+class Segment:
+    """One segment after one path. `name` is its text, or anything hashable that stands for it."""
+
+    __slots__ = (
+        "children",
+        "key",
+        "keys",
+        "last_use",
+        "name",
+        "notes",
+        "parent",
+        "pending",
+        "size_bytes",
+        "token_ids",
+        "tokens",
+    )
+
+    def __init__(self, parent: "Segment | None", name: Hashable, tokens: int, key: int) -> None:
+        self.parent = parent
+        """None for the trie's own root, and for a segment that was dropped."""
+        self.name = name
+        self.tokens = tokens
+        """Tokens on the whole path up to and including this segment."""
+        self.key = key
+        """Key of the path's last full block; the root key before the first."""
+        self.keys: Sequence[int] = _NO_KEYS
+        """Keys of the blocks that this segment filled up."""
+        self.pending: array[int] | None = None
+        """Tokens after the last full block; None if there are none."""
+        self.token_ids: array[int] | None = None
+        self.size_bytes = 0
+        self.last_use = 0
+        """Count of uses in the store when this segment was last the end of one, or made."""
+        self.children: dict[Hashable, Segment] = {}
+        self.notes: list[bytes] = []
+        """Names under which the owner of the store remembers this segment (see `SegmentStore.note`)."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the store has dropped it."""
+        return self.parent is not None
+
+
+class SegmentStore:
+    """A bounded trie of segments for one tokenizer and block size. Not thread-safe."""
+
+    def __init__(self, block_tokens: int, *, limit_bytes: int, keep_token_ids: bool) -> None:
+        """`keep_token_ids` is for engines; a router needs only keys and saves half of the memory."""
+        self._block_tokens = block_tokens
+        self._limit_bytes = limit_bytes
+        self._keep_token_ids = keep_token_ids
+        self._top = Segment(None, "", 0, 0)
+        self._uses = 0
+        # Oldest first. A segment that others follow may stand anywhere: it goes after them.
+        self._order: OrderedDict[Segment, None] = OrderedDict()
+        self.bytes = 0
+        self.evicted = 0
+        """Segments dropped for want of room, ever."""
+        self.dropped: list[bytes] = []
+        """Names of dropped segments since the owner last emptied this list."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def root(self, key: int, prefix_ids: Sequence[int] = ()) -> Segment:
+        """The start of paths under root key `key`, `prefix_ids` (a BOS) included."""
+        name = (key, tuple(prefix_ids))
+        found = self._top.children.get(name)
+        if found is None:
+            found = self._insert(self._top, name, array("I", prefix_ids), key)
+        return found
+
+    def walk(self, start: Segment, names: Sequence[Hashable]) -> tuple[Segment, int]:
+        """Follow `names` from `start` as far as they are known; the last segment and how many matched."""
+        at = start
+        for count, name in enumerate(names):
+            child = at.children.get(name)
+            if child is None:
+                return at, count
+            at = child
+        return at, len(names)
+
+    def add(self, parent: Segment, name: Hashable, token_ids: Iterable[int]) -> Segment:
+        """A new segment after `parent`, which must not have a child of this name yet."""
+        return self._insert(parent, name, array("I", token_ids), parent.key)
+
+    def note(self, segment: Segment, name: bytes, size_bytes: int) -> None:
+        """Tie `name` to a segment: when the segment goes, the name appears in `dropped`.
+
+        `size_bytes` is what the owner holds for it. A segment keeps a few names, the oldest goes first.
+        """
+        if len(segment.notes) == _NOTES_PER_SEGMENT:
+            self.dropped.append(segment.notes.pop(0))
+        else:
+            segment.size_bytes += _NOTE_BYTES + size_bytes
+            self.bytes += _NOTE_BYTES + size_bytes
+        segment.notes.append(name)
+
+    def use(self, end: Segment) -> tuple[list[int], list[int] | None]:
+        """Keys and, if kept, token ids of the whole path to `end`. Marks it as used, then makes room."""
+        self._uses += 1
+        end.last_use = self._uses
+        self._order.move_to_end(end)
+        path = []
+        at = end
+        while at.parent is not None:
+            path.append(at)
+            at = at.parent
+        path.reverse()
+        keys: list[int] = []
+        for segment in path:
+            if segment.keys:
+                keys += segment.keys
+        token_ids = None
+        if self._keep_token_ids:
+            ids = array("I")
+            for segment in path:
+                if segment.token_ids:
+                    ids += segment.token_ids
+            token_ids = ids.tolist()
+        self._make_room()
+        return keys, token_ids
+
+    def _insert(self, parent: Segment, name: Hashable, token_ids: "array[int]", key: int) -> Segment:
+        segment = Segment(parent, name, parent.tokens + len(token_ids), key)
+        block = parent.pending + token_ids if parent.pending else token_ids
+        if len(block) >= self._block_tokens:
+            segment.keys = extend_keys(key, block, self._block_tokens)
+            segment.key = segment.keys[-1]
+            block = block[len(segment.keys) * self._block_tokens :]
+        segment.pending = block or None
+        if self._keep_token_ids:
+            segment.token_ids = token_ids
+        parent.children[name] = segment
+        self._order[segment] = None
+        segment.last_use = self._uses
+        held = sum(map(getsizeof, (name, segment.pending, segment.token_ids)))
+        segment.size_bytes = _SEGMENT_BYTES + _KEY_BYTES * len(segment.keys) + held
+        self.bytes += segment.size_bytes
+        return segment
+
+    def _make_room(self) -> None:
+        order = self._order
+        while self.bytes > self._limit_bytes:
+            segment = next(iter(order))
+            if segment.children:
+                order.move_to_end(segment)
+                continue
+            parent = segment.parent
+            assert parent is not None
+            del parent.children[segment.name]
+            del order[segment]
+            segment.parent = None
+            self.bytes -= segment.size_bytes
+            self.evicted += 1
+            self.dropped += segment.notes
+            if parent in order and not parent.children and parent.last_use <= segment.last_use:
+                order.move_to_end(parent, last=False)  # it was kept for this one's sake: now it is next
