@@ -1,0 +1,152 @@
+"""What the engine measures, under vLLM's metric names, so that dashboards and routers need no change.
+
+Prefix counters count tokens. Times are seconds between the moments that `Sequence` records. Everything is
+labelled `model_name` and `engine` (the data-parallel rank, always 0 here).
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from sumibi.engine.scheduler import Scheduler
+from sumibi.engine.sequence import FinishReason, Sequence
+
+_FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class EngineMetrics:
+    """The registry of one engine. Observations come from the engine's thread, pages from the server's."""
+
+    def __init__(self, model: str, scheduler: Scheduler, *, dropped_batches: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        ProcessCollector(registry=self._registry)  # process_start_time_seconds, memory, CPU
+        pool = scheduler.pool
+        self._gauge("num_requests_running", "Sequences in the current steps", lambda: len(scheduler.running))
+        self._gauge("num_requests_waiting", "Sequences that wait for a place", lambda: len(scheduler.waiting))
+        self._gauge("kv_cache_usage_perc", "Held KV blocks, 0 to 1", lambda: pool.held / pool.num_blocks)
+        self._info(
+            "cache_config_info",
+            "KV cache",
+            block_size=str(pool.block_tokens),
+            num_gpu_blocks=str(pool.num_blocks),
+            kv_cache_size_tokens=str(pool.num_blocks * pool.block_tokens),
+        )
+        self._registry.register(
+            _Counts(
+                [
+                    ("vllm:num_preemptions", "Sequences sent back to wait", lambda: scheduler.preemptions),
+                    ("sumibi:kv_batches_dropped", "KV event batches not published", dropped_batches),
+                ],
+                self._labels,
+            )
+        )
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a token")
+        self._cached = self._counter("prompt_tokens_cached", "Those of them that came from the cache")
+        self._generated = self._counter("generation_tokens", "Output tokens")
+        self.rejected = self._counter("admission_rejections", "Requests refused because too many were there")
+        self._success = Counter(
+            "vllm:request_success",
+            "Finished sequences",
+            [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _REQUEST_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step", _REQUEST_S)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "First step to first token", _REQUEST_S
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token", _REQUEST_S)
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def token(self, sequence: Sequence, now_s: float) -> None:
+        """`sequence` got a token; its times are updated."""
+        self._generated.inc()
+        if sequence.last_token_s is None:
+            self._first_token(sequence, now_s)
+        else:
+            self._itl.observe(now_s - sequence.last_token_s)
+        sequence.last_token_s = now_s
+
+    def finished(self, sequence: Sequence, now_s: float) -> None:
+        """`sequence` ended, for the reason it holds."""
+        assert sequence.finish is not None
+        self._success.labels(**self._labels, finished_reason=sequence.finish.value).inc()
+        if sequence.finish is FinishReason.ABORT or sequence.first_token_s is None:
+            return
+        self._e2e.observe(now_s - sequence.arrived_s)
+        self._decode.observe(now_s - sequence.first_token_s)
+
+    def _first_token(self, sequence: Sequence, now_s: float) -> None:
+        sequence.first_token_s = now_s
+        self._ttft.observe(now_s - sequence.arrived_s)
+        if sequence.started_s is None:  # a sibling: its prompt is counted with the first choice
+            return
+        self._queue.observe(sequence.started_s - sequence.arrived_s)
+        self._prefill.observe(now_s - sequence.started_s)
+        cached = sequence.cached_tokens or 0
+        self._prompt.inc(sequence.prompt_tokens)
+        self._cached.inc(cached)
+        self._queries.inc(sequence.prompt_tokens)
+        self._hits.inc(cached)
+
+    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        gauge = Gauge(f"vllm:{name}", text, [*self._labels], registry=self._registry)
+        gauge.labels(**self._labels).set_function(value)
+
+    def _info(self, name: str, text: str, **labels: str) -> None:
+        labels = {**self._labels, **labels}
+        Gauge(f"vllm:{name}", text, [*labels], registry=self._registry).labels(**labels).set(1)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, [*self._labels], registry=self._registry).labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"vllm:{name}", text, [*self._labels], buckets=buckets, registry=self._registry)
+        return histogram.labels(**self._labels)
+
+
+class _Counts:
+    """Counters that others keep as plain integers."""
+
+    def __init__(self, counts: list[tuple[str, str, Callable[[], int]]], labels: dict[str, str]) -> None:
+        self._counts = counts
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for each page."""
+        for name, text, value in self._counts:
+            family = CounterMetricFamily(name, text, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], value())
+            yield family
