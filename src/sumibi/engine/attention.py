@@ -1,0 +1,174 @@
+"""Attention of one step over the paged KV cache: which rows look at which blocks, computed layer by layer.
+
+A layer's cache is [2 * kv_heads, blocks, block_tokens * head_dim]: all key heads, then all value heads.
+With the heads outermost, picking a sequence's blocks is one `index_select`, and the result is a batch of
+[tokens, head_dim] matrices as `bmm` wants them: no transposing, no gather kernel of our own.
+
+The query heads that share a key head are stacked as rows of one product (grouped-query attention), which
+makes a decode of one token a product of a few rows instead of several of one row.
+
+Queries come scaled (the factor is folded into the weights), so no score is multiplied here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_ROWS = 128
+"""Query tokens of a chunk whose scores are in memory at once; larger tiles compute more masked scores."""
+
+_SDPA_MAX_TOKENS = 512
+"""Up to here one fused call beats two products with their fixed cost (measured on one CPU core)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """`group` query heads share each of `kv_heads` key heads."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads in all."""
+        return self.kv_heads * self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Consecutive rows of one sequence: row `row + i` is its token at position `start + i`."""
+
+    row: int
+    rows: int
+    start: int
+    block_table: list[int]
+
+
+class AttentionPlan:
+    """Everything about a step's attention that is the same in every layer."""
+
+    def __init__(
+        self,
+        queries: list[Query],
+        *,
+        rows: int,
+        shape: HeadShape,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Plan `queries`, whose rows do not overlap, for an output of `rows` rows (zero where unused)."""
+        self._out = torch.zeros(rows, shape.query_heads * shape.head_dim, dtype=dtype, device=device)
+        single = [q for q in queries if q.rows == 1]
+        parts: list[_Singles | _Chunk] = [
+            _Singles(group, shape, block_tokens, dtype, device) for group in _alike(single, block_tokens)
+        ]
+        parts += [_Chunk(q, shape, block_tokens, dtype, device) for q in queries if q.rows > 1]
+        self._parts = parts
+
+    def run(self, heads: Tensor, cache: Tensor) -> Tensor:
+        """Attend in one layer: [rows, query_heads * head_dim], overwritten by the next call.
+
+        `heads` is [rows, query heads first, head_dim], `cache` the layer's, with these rows' KV in it.
+        """
+        for part in self._parts:
+            part.run(heads, cache, self._out)
+        return self._out
+
+
+def _alike(queries: list[Query], block_tokens: int) -> list[list[Query]]:
+    """Group single-row queries in adjacent rows whose contexts differ at most twofold (padding is waste)."""
+    groups: list[list[Query]] = []
+    least = most = 0
+    for query in queries:
+        blocks = query.start // block_tokens + 1
+        least, most = min(least, blocks), max(most, blocks)
+        last = groups[-1][-1] if groups else None
+        if last is not None and query.row == last.row + 1 and most <= 2 * least:
+            groups[-1].append(query)
+        else:
+            groups.append([query])
+            least = most = blocks
+    return groups
+
+
+class _Singles:
+    """Sequences with one new token each (decodes), their contexts padded to the longest."""
+
+    def __init__(
+        self,
+        queries: list[Query],
+        shape: HeadShape,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shape = shape
+        self._first, self._count = queries[0].row, len(queries)
+        contexts = [q.start + 1 for q in queries]
+        blocks = -(-max(contexts) // block_tokens)
+        self._tokens = blocks * block_tokens
+        tables = [(q.block_table[:blocks] + [0] * blocks)[:blocks] for q in queries]
+        self._blocks = torch.tensor(tables, device=device).view(-1)
+        self._exact = contexts[0] if self._count == 1 and self._tokens <= _SDPA_MAX_TOKENS else None
+        seen = torch.tensor(contexts, device=device)[:, None]
+        beyond = torch.arange(self._tokens, device=device)[None, :] >= seen
+        self._mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
+        self._mask = self._mask[None, :, None, :]
+
+    def run(self, heads: Tensor, cache: Tensor, out: Tensor) -> None:
+        kv_heads, group, head_dim = self._shape.kv_heads, self._shape.group, self._shape.head_dim
+        count, tokens = self._count, self._tokens
+        rows = slice(self._first, self._first + count)
+        picked = cache.index_select(1, self._blocks)
+        query = heads[rows, : kv_heads * group].view(count, kv_heads, group, head_dim)
+        if self._exact is not None:
+            kv = picked.view(2, 1, kv_heads, tokens, head_dim)[:, :, :, : self._exact]
+            attended = F.scaled_dot_product_attention(query, kv[0], kv[1], scale=1.0)
+            out[rows] = attended.view(count, -1)
+            return
+        keys, values = picked.view(2, kv_heads * count, tokens, head_dim).unbind(0)
+        stacked = query.transpose(0, 1).reshape(kv_heads * count, group, head_dim)
+        scores = torch.bmm(stacked, keys.transpose(1, 2))
+        scores.view(kv_heads, count, group, tokens).add_(self._mask)
+        attended = torch.bmm(torch.softmax(scores, -1), values)
+        out[rows].view(count, kv_heads, group, head_dim).copy_(
+            attended.view(kv_heads, count, group, head_dim).transpose(0, 1)
+        )
+
+
+class _Chunk:
+    """Several new tokens of one sequence (prefill), in tiles of query rows against all earlier keys."""
+
+    def __init__(
+        self, query: Query, shape: HeadShape, block_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shape = shape
+        self._first, self._rows, self._start = query.row, query.rows, query.start
+        blocks = -(-(query.start + query.rows) // block_tokens)
+        self._tokens = blocks * block_tokens
+        self._blocks = torch.tensor(query.block_table[:blocks], device=device)
+        tile = min(TILE_ROWS, query.rows)
+        causal = torch.full((tile, tile), -torch.inf, dtype=dtype, device=device).triu_(1)
+        self._mask = causal.repeat_interleave(shape.group, 0)
+
+    def run(self, heads: Tensor, cache: Tensor, out: Tensor) -> None:
+        kv_heads, group, head_dim = self._shape.kv_heads, self._shape.group, self._shape.head_dim
+        rows = slice(self._first, self._first + self._rows)
+        keys, values = cache.index_select(1, self._blocks).view(2, kv_heads, self._tokens, head_dim).unbind(0)
+        query = heads[rows, : kv_heads * group].view(self._rows, kv_heads, group, head_dim)
+        # Rows of a key head's product: token by token, and within a token its query heads.
+        stacked = query.transpose(0, 1).reshape(kv_heads, self._rows * group, head_dim)
+        attended = torch.empty_like(stacked)
+        for first in range(0, self._rows, TILE_ROWS):
+            last = min(first + TILE_ROWS, self._rows)
+            here, own, seen = slice(first * group, last * group), last - first, self._start + last
+            scores = torch.bmm(stacked[:, here], keys[:, :seen].transpose(1, 2))
+            scores[:, :, seen - own :].add_(self._mask[: own * group, :own])
+            torch.bmm(torch.softmax(scores, -1), values[:, :seen], out=attended[:, here])
+        out[rows].view(self._rows, kv_heads, group, head_dim).copy_(
+            attended.view(kv_heads, self._rows, group, head_dim).transpose(0, 1)
+        )

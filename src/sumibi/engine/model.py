@@ -1,0 +1,355 @@
+"""The forward pass of a Llama-family model over a paged KV cache, for any mix of prefill and decode.
+
+It knows tensors, blocks and positions; it knows nothing of requests, sampling or the schedule.
+
+What is folded into the weights when they are loaded, because small operations cost as much as small
+products: the weights of the norms (into the products that follow them), sqrt(hidden) of the RMS, and the
+1/sqrt(head_dim) of the scores (into the query rows). A norm is then
+x / hypot(|x|, sqrt(hidden * eps)).
+
+In the last layer only rows whose logits are wanted are computed after their keys and values are stored.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sumibi.engine.attention import AttentionPlan, HeadShape, Query
+from sumibi.engine.batch import SequenceStep, StepBatch
+from sumibi.engine.checkpoint import CheckpointWeights, ModelConfig, WeightSource, read_config
+from sumibi.engine.linear import CPU_MIN_ROWS, Linear, make_linear
+from sumibi.engine.rope import Rotation, inverse_frequencies
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class _Layer:
+    qkv: Linear
+    o: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    qk_norm: Tensor | None
+    """[query heads + key heads, head_dim], scaled as the folded norms are; None if the model has none."""
+    cache: Tensor
+    """[2 * kv_heads, blocks, block_tokens * head_dim]: keys, then values."""
+
+
+class Model:
+    """Weights and KV cache of one model on one device. Not thread-safe: one step at a time.
+
+    Make one with `load` or `random`. Positions in the cache that were never written hold zeros.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        *,
+        dtype: str,
+        device: str,
+        block_tokens: int,
+        num_blocks: int,
+        threads: int,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self.config = config
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device(device)
+        self.block_tokens = block_tokens
+        self.num_blocks = num_blocks
+        self.kv_bytes_per_token = 2 * config.layers * config.kv_heads * config.head_dim * self.dtype.itemsize
+        self._shape = HeadShape(config.kv_heads, config.heads // config.kv_heads, config.head_dim)
+        self._min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.device)
+        self._hidden_floor = self._norm_floor(config.hidden)
+        self._head_floor = self._norm_floor(config.head_dim)
+        loader = _Loader(config, weights, self.dtype, self.device)
+        self._embedding, self._head = loader.embedding(), loader.head()
+        self._layers = [loader.layer(index, self._new_cache()) for index in range(config.layers)]
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: str,
+        device: str,
+        block_tokens: int,
+        num_blocks: int,
+        threads: int,
+    ) -> "Model":
+        """The model of a checkpoint directory. `dtype` is float32 or bfloat16. Raises ModelError."""
+        config = read_config(directory)
+        model = cls(
+            config,
+            CheckpointWeights(directory),
+            dtype=dtype,
+            device=device,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            threads=threads,
+        )
+        _return_free_memory()
+        return model
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        *,
+        seed: int,
+        dtype: str,
+        device: str,
+        block_tokens: int,
+        num_blocks: int,
+        threads: int,
+    ) -> "Model":
+        """A model of shape `config` with random weights: the same for the same seed."""
+        return cls(
+            config,
+            _RandomWeights(seed),
+            dtype=dtype,
+            device=device,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            threads=threads,
+        )
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Compute a step: store the KV of all its tokens, return the logits that it asks for.
+
+        Returns float32 [wanted, vocab] on the model's device, in order of sequences, then `logits_at`.
+        """
+        with torch.inference_mode():
+            return self._forward(batch)
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        step = _Step(batch, self._min_rows, self.block_tokens)
+        config, shape = self.config, self._shape
+        rotation = Rotation(
+            torch.tensor(step.positions, device=self.device),
+            self._frequencies,
+            rotated=shape.query_heads + shape.kv_heads,
+            still=shape.kv_heads,
+            dtype=self.dtype,
+        )
+        slots = torch.tensor(step.slots, device=self.device)
+        plan = self._plan(step.queries, len(step.positions))
+        x = F.embedding(torch.tensor(step.token_ids, device=self.device), self._embedding)
+        for layer in self._layers[:-1]:
+            heads = self._store(layer, x, rotation, slots)
+            x = self._finish(layer, x, plan.run(heads, layer.cache))
+        layer = self._layers[-1]
+        heads = self._store(layer, x, rotation, slots)
+        if not step.wanted:
+            return torch.empty(0, config.vocab, device=self.device)
+        chosen = torch.tensor(step.padded_wanted, device=self.device)
+        plan = self._plan(step.wanted_queries, len(step.padded_wanted))
+        x = self._finish(
+            layer, x.index_select(0, chosen), plan.run(heads.index_select(0, chosen), layer.cache)
+        )
+        return self._head(x / self._norm(x, self._hidden_floor))[: len(step.wanted)].float()
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the KV of physical blocks, (source, target) each, in all layers. Sources are read first."""
+        if not pairs:
+            return
+        with torch.inference_mode():
+            sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
+            for layer in self._layers:
+                layer.cache.index_copy_(1, targets, layer.cache.index_select(1, sources))
+
+    def _store(self, layer: _Layer, x: Tensor, rotation: Rotation, slots: Tensor) -> Tensor:
+        """Heads [rows, query + key + value heads, head_dim] of `x`, rotated; keys and values are cached."""
+        shape = self._shape
+        heads = layer.qkv(x / self._norm(x, self._hidden_floor)).view(x.shape[0], -1, shape.head_dim)
+        if layer.qk_norm is not None:
+            normed = heads[:, : layer.qk_norm.shape[0]]
+            normed.div_(self._norm(normed, self._head_floor)).mul_(layer.qk_norm)
+        heads = rotation(heads)
+        kv = heads[: slots.shape[0], shape.query_heads :].transpose(0, 1)
+        layer.cache.view(2 * shape.kv_heads, -1, shape.head_dim).index_copy_(1, slots, kv)
+        return heads
+
+    def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output, given the residual stream `x` and what its heads attended to."""
+        x = layer.o.plus(attended, x)
+        normed = x / self._norm(x, self._hidden_floor)
+        return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
+
+    def _norm(self, x: Tensor, floor: Tensor) -> Tensor:
+        """sqrt(|x|^2 + width * eps) along the last axis: RMS times sqrt(width)."""
+        return torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), floor)
+
+    def _norm_floor(self, width: int) -> Tensor:
+        return torch.tensor(math.sqrt(width * self.config.norm_eps), dtype=self.dtype, device=self.device)
+
+    def _plan(self, queries: list[Query], rows: int) -> AttentionPlan:
+        return AttentionPlan(
+            queries,
+            rows=rows,
+            shape=self._shape,
+            block_tokens=self.block_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _new_cache(self) -> Tensor:
+        """Zeros: a masked position is multiplied by 0, which must not meet a NaN."""
+        config = self.config
+        shape = (2 * config.kv_heads, self.num_blocks, self.block_tokens * config.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+class _Step:
+    """A batch as flat rows: decodes first (long contexts before short), then chunks, then padding."""
+
+    def __init__(self, batch: StepBatch, min_rows: int, block_tokens: int) -> None:
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        """Where each row's KV goes (block * block_tokens + offset); padding has none."""
+        self.queries: list[Query] = []
+        sequences = batch.sequences
+        first_rows = [0] * len(sequences)
+        for index in sorted(range(len(sequences)), key=lambda i: _order(sequences[i])):
+            sequence = sequences[index]
+            first_rows[index] = row = len(self.token_ids)
+            count, start, table = len(sequence.token_ids), sequence.start, sequence.block_table
+            positions = range(start, start + count)
+            self.token_ids += sequence.token_ids
+            self.positions += positions
+            self.slots += [table[p // block_tokens] * block_tokens + p % block_tokens for p in positions]
+            self.queries.append(Query(row, count, start, table))
+        padding = max(0, min_rows - len(self.token_ids))
+        self.token_ids += [0] * padding
+        self.positions += [0] * padding
+        self.wanted: list[int] = []
+        """Rows whose logits are asked for, in the batch's order."""
+        self.wanted_queries: list[Query] = []
+        """The same as queries over the rows 0, 1, ... that they are gathered into."""
+        for sequence, first in zip(sequences, first_rows, strict=True):
+            for begin, end in _runs(sequence.logits_at):
+                row, count = len(self.wanted), end - begin
+                self.wanted_queries.append(Query(row, count, sequence.start + begin, sequence.block_table))
+                self.wanted += range(first + begin, first + end)
+        self.padded_wanted = self.wanted + [0] * max(0, min_rows - len(self.wanted))
+
+
+def _order(sequence: SequenceStep) -> tuple[bool, int]:
+    return len(sequence.token_ids) > 1, -sequence.start
+
+
+def _runs(indexes: Iterable[int]) -> list[tuple[int, int]]:
+    """[3, 4, 5, 9] -> [(3, 6), (9, 10)]: maximal runs of consecutive numbers, as half-open ranges."""
+    runs: list[tuple[int, int]] = []
+    for index in indexes:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+class _Loader:
+    """Turns named checkpoint tensors into a model's parts, with the foldings the module names."""
+
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config, self._weights, self._dtype, self._device = config, weights, dtype, device
+
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]."""
+        weight = self._get("model.embed_tokens.weight", self._config.vocab, self._config.hidden)
+        return weight.to(self._device, self._dtype, copy=True)
+
+    def head(self) -> Linear:
+        """The output matrix, with the final norm in it."""
+        config = self._config
+        name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+        return self._linear(self._get(name, config.vocab, config.hidden) * self._norm("model.norm"))
+
+    def layer(self, index: int, cache: Tensor) -> _Layer:
+        """Layer `index`, with `cache` for its keys and values."""
+        config = self._config
+        prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        hidden, inner, dim = config.hidden, config.intermediate, config.head_dim
+        scale = 1.0 if config.qk_norm else dim**-0.5
+        heads = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
+        scales = {"q_proj": scale, "k_proj": 1.0, "v_proj": 1.0}
+        qkv = torch.cat(
+            [self._get(f"{attention}{n}.weight", heads[n] * dim, hidden) * scales[n] for n in heads]
+        )
+        bias = None
+        if config.qkv_bias:
+            bias = torch.cat([self._get(f"{attention}{n}.bias", heads[n] * dim) * scales[n] for n in heads])
+        before_mlp = self._norm(f"{prefix}post_attention_layernorm")
+        return _Layer(
+            qkv=self._linear(qkv * self._norm(f"{prefix}input_layernorm"), bias),
+            o=self._linear(
+                self._get(f"{attention}o_proj.weight", hidden, config.heads * dim),
+                self._get(f"{attention}o_proj.bias", hidden) if config.o_bias else None,
+            ),
+            gate=self._mlp(f"{mlp}gate_proj", inner, hidden, before_mlp),
+            up=self._mlp(f"{mlp}up_proj", inner, hidden, before_mlp),
+            down=self._mlp(f"{mlp}down_proj", hidden, inner, None),
+            qk_norm=self._qk_norm(attention) if config.qk_norm else None,
+            cache=cache,
+        )
+
+    def _mlp(self, name: str, out: int, width: int, norm: Tensor | None) -> Linear:
+        weight = self._get(f"{name}.weight", out, width)
+        bias = self._get(f"{name}.bias", out) if self._config.mlp_bias else None
+        return self._linear(weight if norm is None else weight * norm, bias)
+
+    def _norm(self, name: str) -> Tensor:
+        """A norm's weights times sqrt(hidden), to be folded into the columns of what follows it."""
+        return self._get(f"{name}.weight", self._config.hidden) * math.sqrt(self._config.hidden)
+
+    def _qk_norm(self, attention: str) -> Tensor:
+        """One row a head. sqrt(head_dim) of the RMS and 1/sqrt(head_dim) of the scores cancel in queries."""
+        config = self._config
+        query = self._get(f"{attention}q_norm.weight", config.head_dim)
+        key = self._get(f"{attention}k_norm.weight", config.head_dim) * math.sqrt(config.head_dim)
+        rows = torch.cat([query.expand(config.heads, -1), key.expand(config.kv_heads, -1)])
+        return rows.to(self._device, self._dtype)
+
+    def _get(self, name: str, *shape: int) -> Tensor:
+        return self._weights.get(name, shape).float()
+
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return make_linear(
+            weight.to(self._device, self._dtype),
+            None if bias is None else bias.to(self._device, self._dtype, copy=True),
+        )
+
+
+class _RandomWeights:
+    """Weights drawn in the order they are asked for; norms are ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See WeightSource."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        return torch.randn(shape, generator=self._generator) * 0.02
+
+
+def _return_free_memory() -> None:
+    """Give the pages of the unpacked weights back to the system, where the C library can (glibc)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # another C library: it keeps the pages, nothing else changes
