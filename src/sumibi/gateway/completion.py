@@ -62,6 +62,9 @@ class Shell(Protocol):
     ) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more."""
 
+    def look_at(self, endpoint: str) -> None:
+        """A connection to the endpoint was refused or broke: check its health now."""
+
     def over(self, completion: "Completion", reason: FinishReason, usage: Usage | None) -> None:
         """The request is over: count it, write its usage record, forget it."""
 
@@ -136,6 +139,12 @@ class Completion:
         )
         if not self._over:
             shell.tell(Admitted(t=shell.now(), request=self.id))
+
+    def fail(self, status: int, body: bytes) -> None:
+        """The request turned out wrong before the router heard of it: answer with an error."""
+        if not self._over:
+            self._close(FinishReason.REJECTED, None)
+            self._respond(status, body)
 
     # -- what the router says
 
@@ -331,7 +340,7 @@ class Completion:
     def _tell_finished(self, reason: FinishReason, usage: Usage | None) -> None:
         if not self._arrived:
             return
-        shell = self._shell
+        shell, endpoint = self._shell, self.endpoint
         shell.tell(
             Finished(
                 t=shell.now(),
@@ -344,6 +353,8 @@ class Completion:
                 output_tokens=usage.output_tokens if usage is not None else None,
             )
         )
+        if reason in (FinishReason.REFUSED, FinishReason.ENGINE_GONE):
+            shell.look_at(endpoint)
 
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:
         self._over = True

@@ -1,13 +1,10 @@
-"""What the gateway counts, and the one table of names under which it is exported.
+"""What the gateway counts, as plain integers: counting is on the hot path, showing is not.
 
-Counting is on the hot path, so it is plain integers here; the prometheus client renders them when somebody
-scrapes. Each of our own names (`sumibi_*`) may have a twin under llm-d's name for the same quantity, so
-that dashboards made for its endpoint picker work. Labels are bounded: models beyond a limit count as
-`other`.
+Labels are bounded: models beyond a limit count as `other`, endpoints are as many as are configured, reasons
+are closed lists. `exposition` gives the names under which all this is exported.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 
 _MAX_MODELS = 1000
@@ -16,16 +13,6 @@ _OTHER = "other"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _FINE_SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """One row of the table: our name, its twin at llm-d if that measures the same, label, help text."""
-
-    ours: str
-    help: str
-    twin: str | None = None
-    label: str | None = None
 
 
 class Histogram:
@@ -55,6 +42,19 @@ class Histogram:
 class ModelCounters:
     """What is counted per model."""
 
+    __slots__ = (
+        "cached_tokens",
+        "duration_s",
+        "errors",
+        "estimated_usage",
+        "in_flight",
+        "output_tokens",
+        "per_token_s",
+        "prompt_tokens",
+        "requests",
+        "ttft_s",
+    )
+
     def __init__(self) -> None:
         self.requests = 0
         self.in_flight = 0
@@ -74,36 +74,37 @@ class ModelCounters:
         self.errors[cause] = self.errors.get(cause, 0) + 1
 
 
+@dataclass(slots=True)
 class EndpointCounters:
     """What is known and counted per endpoint."""
 
-    def __init__(self) -> None:
-        self.up = False
-        self.grade = "none"
-        self.running = 0
-        self.waiting = 0
-        self.kv_usage = 0.0
-        self.event_batches = 0
-        self.malformed_messages = 0
-        self.streams_lost = 0
-        self.streaming = False
-        self.replays = 0
-        self.replays_failed = 0
-        self.scrape_errors = 0
+    up: bool = False
+    grade: str = "none"
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    streaming: bool = False
+    event_batches: int = 0
+    malformed_messages: int = 0
+    streams_lost: int = 0
+    replays: int = 0
+    replays_failed: int = 0
+    scrape_errors: int = 0
+    connections: int = 0
+    connections_opened: int = 0
+    stale_connections: int = 0
 
 
 class Metrics:
-    """Everything counted by this gateway. Other parts add to it by plain assignment."""
+    """Everything counted by this gateway."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelCounters] = {}
         self.endpoints: dict[str, EndpointCounters] = {}
-        self.attempts: dict[str, int] = {}
-        """Ended attempts, by reason."""
+        self.refused_requests: dict[str, int] = {}
+        """Requests answered with an error before any placement (malformed, unknown model), by status."""
         self.keys_s = Histogram(_FINE_SECONDS)
         self.placement_s = Histogram(_FINE_SECONDS)
-        self.gauges: dict[str, Callable[[], float]] = {}
-        """Our name -> current value, for what other parts know (connections, index size, ...)."""
 
     def model(self, name: str) -> ModelCounters:
         """The counters of a model; beyond the limit on names, those of `other`."""
@@ -115,9 +116,5 @@ class Metrics:
         return counters
 
     def endpoint(self, endpoint: str) -> EndpointCounters:
-        """The counters of an endpoint (as many as are configured)."""
+        """The counters of an endpoint."""
         return self.endpoints.setdefault(endpoint, EndpointCounters())
-
-    def attempt(self, reason: str) -> None:
-        """Count an ended attempt."""
-        self.attempts[reason] = self.attempts.get(reason, 0) + 1

@@ -8,18 +8,20 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
 from sumibi.gateway.answers import Usage
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.metrics import Metrics
+from sumibi.gateway.record import Recorder
 from sumibi.gateway.upstream import Call, Upstream
+from sumibi.routing.decisions import explain
 from sumibi.routing.events import (
     AskReplay,
     Dispatch,
     Event,
+    Finished,
     FinishReason,
     GradeChanged,
     Instruction,
@@ -27,15 +29,9 @@ from sumibi.routing.events import (
     Tick,
     WakeAt,
 )
+from sumibi.routing.router import Router
 
 log = logging.getLogger(__name__)
-
-
-class Brain(Protocol):
-    """What the shell needs of a router."""
-
-    def handle(self, event: Event) -> list[Instruction]:
-        """Take an event, answer with what to do."""
 
 
 class UsageRecord(msgspec.Struct):
@@ -76,12 +72,11 @@ class Shell:
 
     def __init__(
         self,
-        router: Brain,
+        router: Router,
         metrics: Metrics,
         *,
-        explain: Callable[[str], bytes],
         record_usage: Callable[[UsageRecord], None],
-        record_event: Callable[[Event], None] | None = None,
+        recorder: Recorder | None,
         wall_clock: Callable[[], float],
     ) -> None:
         self.metrics = metrics
@@ -90,24 +85,36 @@ class Shell:
         self.targets: dict[str, Target] = {}
         """Endpoint -> where to send."""
         self.ask_replay: Callable[[str, int], None] = lambda endpoint, from_seq: None
-        """Set by the supervision of engines."""
-        self.explanation = explain
+        self.look_at: Callable[[str], None] = lambda endpoint: None
+        """Both are set by whoever supervises engines."""
         self._router = router
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         self._record_usage = record_usage
-        self._record_event = record_event
+        self._recorder = recorder
         self._wall_clock = wall_clock
         self._timer: asyncio.TimerHandle | None = None
         self._wakes: list[float] = []  # heap of the times at which the router wants a tick
 
+    def add(self, completion: Completion) -> None:
+        """A request is in flight from now on."""
+        self.completions[completion.id] = completion
+        counters = self.metrics.model(completion.asked.model)
+        counters.requests += 1
+        counters.in_flight += 1
+
     def tell(self, event: Event) -> None:
         """Hand an event to the router and carry out what it answers."""
         instructions = self._router.handle(event)
-        if self._record_event is not None:
-            self._record_event(event)
+        if self._recorder is not None:
+            self._record(self._recorder, event, instructions)
         for instruction in instructions:
             self._carry_out(instruction)
+
+    def explanation(self, decision: str) -> bytes:
+        """A decision for its header: JSON of at most 2 KB."""
+        record = self._router.decision(decision)
+        return explain(record) if record is not None else b"{}"
 
     def send(
         self, endpoint: str, path: bytes, head: bytes, body: bytes, completion: Completion
@@ -197,6 +204,18 @@ class Shell:
                     instruction.grade,
                     instruction.cause,
                 )
+
+    def _record(self, recorder: Recorder, event: Event, instructions: list[Instruction]) -> None:
+        """Decisions made and outcomes learnt; events come to the recorder from the router itself."""
+        for instruction in instructions:
+            if isinstance(instruction, Dispatch):
+                decision = self._router.decision(instruction.decision)
+                if decision is not None:
+                    recorder.decision(decision)
+        if isinstance(event, Finished):
+            for outcome in self._router.outcomes(1):
+                if (outcome.request, outcome.attempt) == (event.request, event.attempt):
+                    recorder.outcome(outcome)
 
     def _wake_at(self, at: float) -> None:
         if at not in self._wakes:

@@ -1,0 +1,195 @@
+"""The data plane's routes: from a whole HTTP request to a completion, a small answer or an error.
+
+Everything about a request that can be wrong before an engine is asked is answered here, in the shape that
+OpenAI's clients expect. The body itself is never changed: an engine gets the client's bytes.
+"""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from sumibi.core.errors import BadRequest, UnknownModel
+from sumibi.core.ids import new_id
+from sumibi.gateway.completion import EXPLAIN_HEADER, Completion
+from sumibi.gateway.errors import error_body, error_body_of
+from sumibi.gateway.http1 import Connection, Exchange, Request
+from sumibi.gateway.prompting import ModelReader, ModelReaders
+from sumibi.gateway.shell import Shell
+from sumibi.gateway.tenants import Tenants
+from sumibi.prompts.dialects import PromptRequest, parse_request
+
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
+_MAX_REQUEST_ID = 128
+_ID_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.:")
+
+log = logging.getLogger(__name__)
+
+
+class ModelCard(msgspec.Struct):
+    """One entry of /v1/models."""
+
+    id: str
+    max_model_len: int | None
+    created: int
+    object: str = "model"
+    owned_by: str = "sumibi"
+
+
+class Served(msgspec.Struct):
+    """What the engines serve, as far as they have been seen."""
+
+    cards: dict[str, ModelCard] = {}
+    """Every model seen since the start: one whose engines are all down is still known."""
+    ready: Callable[[], bool] = lambda: False
+    """True if at least one endpoint is up."""
+
+
+class App:
+    """Answers requests of the data plane. Hand `respond` to a server."""
+
+    def __init__(
+        self,
+        shell: Shell,
+        readers: ModelReaders,
+        served: Served,
+        tenants: Tenants,
+        *,
+        admin_key: str | None,
+        render_metrics: Callable[[], bytes],
+    ) -> None:
+        self.draining = False
+        """Say in /health that this gateway should get no new requests."""
+        self._shell = shell
+        self._readers = readers
+        self._served = served
+        self._tenants = tenants
+        self._admin_key = admin_key.encode() if admin_key else None
+        self._render_metrics = render_metrics
+        self._reading: set[asyncio.Task[None]] = set()
+
+    def respond(self, request: Request, connection: Connection) -> Exchange | None:
+        """Answer at once, or return the completion that will."""
+        path = request.path
+        if path in COMPLETION_PATHS:
+            if request.method == "POST":
+                return self._complete(path, request, connection)
+            _not_allowed(connection, ("POST",))
+            return None
+        answer = self._small(path)
+        if answer is None:
+            connection.respond(404, error_body(404, f"there is no {path} here", code="not_found"))
+        elif request.method not in ("GET", "HEAD"):
+            _not_allowed(connection, ("GET", "HEAD"))
+        else:
+            status, body, content_type = answer
+            connection.respond(status, body, content_type=content_type)
+        return None
+
+    # -- completions
+
+    def _complete(self, path: str, request: Request, connection: Connection) -> Exchange | None:
+        shell = self._shell
+        started = shell.now()
+        try:
+            asked = parse_request(path, request.body)
+            reader = self._reader(asked)
+            prompt = reader.read(asked)
+        except BadRequest as error:
+            refused = shell.metrics.refused_requests
+            refused[str(error.status)] = refused.get(str(error.status), 0) + 1
+            connection.respond(error.status, error_body_of(error))
+            return None
+        completion = Completion(
+            shell,
+            connection,
+            request,
+            asked,
+            request_id=self._request_id(request),
+            tenant=self._tenants.of(request.named.get(b"authorization")),
+            keep_authorization=not self._tenants.configured,
+            explain=self._may_explain(request),
+        )
+        shell.add(completion)
+        metrics = shell.metrics
+        if prompt is None:
+            task = asyncio.get_running_loop().create_task(_arrive_later(completion, reader, asked))
+            self._reading.add(task)
+            task.add_done_callback(self._reading.discard)
+            return completion
+        read = shell.now()
+        metrics.keys_s.observe(read - started)
+        completion.arrive(prompt)
+        metrics.placement_s.observe(shell.now() - read)
+        return completion
+
+    def _reader(self, asked: PromptRequest) -> ModelReader:
+        """Raises UnknownModel."""
+        reader = self._readers.readers.get(asked.model)
+        if reader is not None:
+            return reader
+        if self._readers.readers:
+            raise UnknownModel(f"the model {asked.model!r} is not served here", param="model")
+        return self._readers.unknown
+
+    def _request_id(self, request: Request) -> str:
+        """The client's own, if it is usable and not in flight already; else a new one."""
+        given = request.named.get(b"x-request-id")
+        if given and len(given) <= _MAX_REQUEST_ID and _ID_BYTES.issuperset(given):
+            text = given.decode()
+            if text not in self._shell.completions:
+                return text
+        return new_id("req")
+
+    def _may_explain(self, request: Request) -> bool:
+        given = request.named.get(EXPLAIN_HEADER)
+        return (
+            given is not None and self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
+        )
+
+    # -- small answers
+
+    def _small(self, path: str) -> tuple[int, bytes, bytes] | None:
+        """(status, body, content type) of the routes that need no engine; None for no such route."""
+        json = b"application/json"
+        if path == "/health":
+            ready = self._served.ready() and not self.draining
+            why = "draining" if self.draining else "ok" if ready else "no endpoint is up"
+            return 200 if ready else 503, msgspec.json.encode({"status": why}), json
+        if path == "/metrics":
+            return 200, self._render_metrics(), b"text/plain; version=0.0.4; charset=utf-8"
+        if path == "/v1/models":
+            return 200, _models(self._served.cards.values()), json
+        if path.startswith("/v1/models/"):
+            card = self._served.cards.get(path.removeprefix("/v1/models/"))
+            if card is not None:
+                return 200, msgspec.json.encode(card), json
+            return (
+                404,
+                error_body(404, "no such model is served here", code=UnknownModel.code, param="model"),
+                json,
+            )
+        return None
+
+
+async def _arrive_later(completion: Completion, reader: ModelReader, asked: PromptRequest) -> None:
+    """Find the keys with an engine's help; whatever goes wrong, the client gets an answer."""
+    try:
+        completion.arrive(await reader.read_remotely(asked))
+    except BadRequest as error:
+        completion.fail(error.status, error_body_of(error))
+    except Exception:
+        log.exception("reading the prompt of %s failed", completion.id)
+        completion.fail(500, error_body(500, "internal error, see the gateway's log"))
+
+
+def _models(cards: Iterable[ModelCard]) -> bytes:
+    return msgspec.json.encode({"object": "list", "data": list(cards)})
+
+
+def _not_allowed(connection: Connection, methods: tuple[str, ...]) -> None:
+    allowed = ", ".join(methods)
+    body = error_body(405, f"only {allowed} is allowed here", code="method_not_allowed")
+    connection.respond(405, body, headers=[(b"allow", allowed.encode())])

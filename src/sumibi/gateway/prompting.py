@@ -1,0 +1,186 @@
+"""From a request to its prompt's keys, for every model served: which tokenizer, found where.
+
+In this order: the directory given by `--tokenizer`; the directory an engine names as its model's root, if
+it is on this machine; one engine's /tokenize, asked once per prompt that is not remembered; else keys over
+chunks of bytes, which are comparable among themselves and to nothing an engine says. Which one it is, is
+logged when the model is first seen and exported as a metric.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sumibi.core.errors import EngineUnavailable, ModelError
+from sumibi.engines.discovery import EngineInfo, address_of
+from sumibi.engines.http import ask
+from sumibi.prompts.dialects import PromptKind, PromptRequest
+from sumibi.prompts.keys import Prompt, PromptReader
+from sumibi.prompts.template import ChatTemplate
+from sumibi.prompts.tokenizer import Tokenizer
+
+_TOKENIZE_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Source(StrEnum):
+    """Where a model's tokens come from."""
+
+    LOCAL = "local"
+    """A tokenizer in this process."""
+    ENGINE = "engine"
+    """One engine's /tokenize."""
+    BYTES = "bytes"
+    """No tokenizer: chunks of bytes stand for tokens."""
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class ModelReader:
+    """Reads the prompts of one model."""
+
+    def __init__(self, source: Source, reader: PromptReader, engine_url: str = "") -> None:
+        self.source = source
+        self.reader = reader
+        self.asked = 0
+        """Questions to the engine's /tokenize."""
+        self.failed = 0
+        """Of these, the ones without an answer: their prompts got byte keys."""
+        self._engine_url = engine_url
+
+    def read(self, asked: PromptRequest) -> Prompt | None:
+        """The prompt's keys, None if `read_remotely` has to find them out. Raises BadRequest."""
+        if self.source is not Source.ENGINE or asked.kind is PromptKind.TOKENS:
+            return self.reader.read(asked)
+        return self.reader.recall(asked)
+
+    async def read_remotely(self, asked: PromptRequest) -> Prompt:
+        """Ask the engine for the prompt's tokens; byte keys if it does not answer."""
+        host, port = address_of(self._engine_url)
+        self.asked += 1
+        try:
+            question = _tokenize_body(asked)
+            reply = await ask(host, port, "/tokenize", body=question, timeout_s=_TOKENIZE_TIMEOUT_S)
+            if reply.status != 200:
+                raise EngineUnavailable(f"/tokenize answered {reply.status}")
+            tokens = msgspec.json.decode(reply.body, type=_Tokens).tokens
+        except (EngineUnavailable, msgspec.MsgspecError) as cause:
+            self.failed += 1
+            if self.failed == 1:
+                log.warning("%s: cannot tokenize there (%s); using byte keys", self._engine_url, cause)
+            return self.reader.read(asked)
+        return self.reader.read_tokens(asked, tokens)
+
+
+class _Found(NamedTuple):
+    """Where the tokens of a model will come from."""
+
+    source: Source
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    engine_url: str = ""
+
+
+class ModelReaders:
+    """The readers of all models served, made when an engine that serves a new one comes up.
+
+    In two steps: `find` may take its time (load a tokenizer, ask the engine); `bind` is called once the
+    router knows the engine, because only then is the model's block size fixed.
+    """
+
+    def __init__(self, tokenizer: Path | None, block_tokens: Callable[[str], int]) -> None:
+        self.readers: dict[str, ModelReader] = {}
+        self.unknown = ModelReader(Source.BYTES, PromptReader())
+        """For requests that come before any engine was seen: whether their model exists is not known yet."""
+        self._directory = tokenizer
+        self._block_tokens = block_tokens
+        self._loaded: dict[Path, tuple[Tokenizer, ChatTemplate | None]] = {}
+        self._found: dict[str, _Found] = {}
+
+    def load_given(self) -> None:
+        """Load `--tokenizer` now, so that a wrong directory is an error at start. Raises ModelError."""
+        if self._directory is not None:
+            self._load(self._directory)
+
+    async def find(self, info: EngineInfo) -> None:
+        """Find out where the tokens of an engine's models will come from."""
+        for model, root in zip(info.models, info.roots, strict=True):
+            if model not in self._found:
+                self._found[model] = await self._source(model, root, info.url)
+
+    def bind(self, info: EngineInfo) -> None:
+        """Make the readers of an engine's models that have none yet."""
+        for model in info.models:
+            found = self._found.get(model)
+            if found is None or model in self.readers:
+                continue
+            reader = PromptReader(found.tokenizer, found.template, block_tokens=self._block_tokens(model))
+            self.readers[model] = ModelReader(found.source, reader, found.engine_url)
+            log.info("%s: prompts are read with %s", model, _EXPLAINED[found.source])
+
+    async def _source(self, model: str, root: str, engine_url: str) -> _Found:
+        directory = self._directory or _local_directory(root)
+        if directory is not None:
+            try:
+                return _Found(Source.LOCAL, *await asyncio.to_thread(self._load, directory))
+            except ModelError as cause:
+                log.warning("%s: no tokenizer from %s: %s", model, directory, cause)
+        if await _tokenizes(engine_url, model):
+            return _Found(Source.ENGINE, engine_url=engine_url)
+        return _Found(Source.BYTES)
+
+    def _load(self, directory: Path) -> tuple[Tokenizer, ChatTemplate | None]:
+        if directory not in self._loaded:
+            tokenizer = Tokenizer.load(directory)
+            self._loaded[directory] = tokenizer, ChatTemplate.load(directory, tokenizer)
+        return self._loaded[directory]
+
+
+_EXPLAINED = {
+    Source.LOCAL: "a tokenizer in this process: exact",
+    Source.ENGINE: "an engine's /tokenize, one question per new prompt: exact (--tokenizer DIR is faster)",
+    Source.BYTES: "chunks of bytes, as no tokenizer was found: approximate (give --tokenizer DIR)",
+}
+
+
+def _local_directory(root: str) -> Path | None:
+    """`root` as a directory of this machine with a tokenizer in it."""
+    path = Path(root)
+    return path if path.is_absolute() and (path / "tokenizer.json").is_file() else None
+
+
+async def _tokenizes(url: str, model: str) -> bool:
+    host, port = address_of(url)
+    body = msgspec.json.encode({"model": model, "prompt": "a"})
+    try:
+        return (await ask(host, port, "/tokenize", body=body, timeout_s=_TOKENIZE_TIMEOUT_S)).status == 200
+    except EngineUnavailable:
+        return False
+
+
+def _tokenize_body(asked: PromptRequest) -> bytes:
+    """The question to vLLM's /tokenize for the tokens of the (first) prompt."""
+    if asked.kind is PromptKind.TEXT:
+        text = asked.texts[0] if asked.texts else ""
+        return msgspec.json.encode(
+            {"model": asked.model, "prompt": text, "add_special_tokens": asked.add_special_tokens}
+        )
+    question: dict[str, Any] = {
+        "model": asked.model,
+        "messages": asked.raw_messages,
+        "add_generation_prompt": asked.add_generation_prompt,
+        "continue_final_message": asked.continue_final_message,
+        "add_special_tokens": asked.add_special_tokens,
+    }
+    if asked.template_arguments:
+        question["chat_template_kwargs"] = asked.template_arguments
+    if asked.raw_tools is not None:
+        question["tools"] = asked.raw_tools
+    return msgspec.json.encode(question)

@@ -1,0 +1,344 @@
+"""One task per engine: find it, watch its health and load, follow its KV events, tell the router.
+
+An engine is *up* from the first full discovery until a health check is refused or fails three times; then
+it is looked for again. A broken event stream, or a request whose connection was refused or broke, makes its
+endpoints suspect at once and is followed by a health check at once, not at the next interval.
+
+Ranks of one engine are one process: they come up and go down together.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import zmq
+import zmq.asyncio
+
+from sumibi.core.errors import EngineUnavailable, SumibiError
+from sumibi.engines.discovery import (
+    EngineInfo,
+    EventSource,
+    RankInfo,
+    address_of,
+    discover,
+    healthy,
+    scrape,
+)
+from sumibi.engines.kvevents import (
+    BatchReceived,
+    MalformedMessage,
+    StreamLost,
+    StreamRecord,
+    StreamUp,
+    follow,
+    replay,
+)
+from sumibi.engines.signals import parse_signals
+from sumibi.gateway.deadlines import Deadlines
+from sumibi.gateway.options import EngineOption, Timeouts
+from sumibi.gateway.shell import Shell, Target
+from sumibi.gateway.upstream import Upstream
+from sumibi.routing.events import (
+    EndpointDown,
+    EndpointSuspect,
+    EndpointUp,
+    EngineBatch,
+    ReplayEnded,
+    Signals,
+)
+
+_FIRST_RETRY_S = 0.2
+_LAST_RETRY_S = 2.0
+_FAILURES_TO_DOWN = 3
+_HEALTH_TIMEOUT_S = 2.0
+_STREAM_WAIT_S = 1.0
+"""How long an engine that publishes events waits for its stream before it takes requests without."""
+_MODELS_EVERY = 15
+"""Health checks between two looks at what the engine serves (adapters come and go)."""
+
+log = logging.getLogger(__name__)
+
+
+class EngineWatch:
+    """Supervises one engine. `run` is its task; `look` and `ask_replay` are called from outside."""
+
+    def __init__(
+        self,
+        option: EngineOption,
+        shell: Shell,
+        deadlines: Deadlines,
+        timeouts: Timeouts,
+        context: zmq.asyncio.Context,
+        *,
+        interval_s: float,
+        found: Callable[[EngineInfo], Awaitable[None]],
+        came_up: Callable[[EngineInfo], None],
+    ) -> None:
+        """`found` is awaited before an engine takes requests, `came_up` called once the router knows it."""
+        self.url = option.url
+        self.up = False
+        self.info: EngineInfo | None = None
+        self._option = option
+        self._shell = shell
+        self._context = context
+        self._interval_s = interval_s
+        self._found = found
+        self._came_up = came_up
+        host, port = address_of(option.url)
+        self._host_header = option.url.removeprefix("http://").encode()
+        self._upstream = Upstream(host, port, timeouts, deadlines)
+        self._prod = asyncio.Event()
+        self._sources: dict[str, EventSource] = {}
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._streaming: set[str] = set()
+        self._stream_change = asyncio.Event()
+        self._replays: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def upstream(self) -> Upstream:
+        """The engine's connections."""
+        return self._upstream
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Canonical ids of its ranks, as far as known."""
+        return tuple(rank.endpoint for rank in self.info.ranks) if self.info is not None else ()
+
+    def look(self) -> None:
+        """Check its health now, not at the next interval."""
+        self._prod.set()
+
+    def ask_replay(self, endpoint: str, from_seq: int) -> None:
+        """Have every batch from `from_seq` on replayed; replaces a replay that is still going on."""
+        running = self._replays.pop(endpoint, None)
+        if running is not None:
+            running.cancel()
+        self._replays[endpoint] = asyncio.get_running_loop().create_task(self._replay(endpoint, from_seq))
+
+    async def run(self) -> None:
+        """Supervise until cancelled."""
+        try:
+            while True:
+                info = await self._find()
+                await self._come_up(info)
+                cause = await self._watch(info)
+                self._go_down(info, cause)
+        finally:
+            for task in (*self._streams.values(), *self._replays.values()):
+                task.cancel()
+            self._upstream.close()
+
+    async def _pause(self, seconds: float) -> bool:
+        """Wait; True if something happened meanwhile that calls for a look at once."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._prod.wait()
+        except TimeoutError:
+            pass
+        prodded = self._prod.is_set()
+        self._prod.clear()
+        return prodded
+
+    # -- finding
+
+    async def _find(self) -> EngineInfo:
+        """Ask until the engine is up; the first failure of an outage is logged."""
+        retry_s, told = _FIRST_RETRY_S, False
+        while True:
+            try:
+                return await discover(self.url)
+            except SumibiError as cause:
+                if not told:
+                    told = True
+                    log.warning("engine %s is not ready: %s; still trying", self.url, cause)
+            await self._pause(retry_s)
+            retry_s = min(2 * retry_s, _LAST_RETRY_S)
+
+    async def _come_up(self, info: EngineInfo) -> None:
+        """Follow its events, then offer it to the router."""
+        for rank in info.ranks:
+            self._follow_events(rank)
+        await self._wait_for_streams()
+        self.info = info
+        await self._found(info)
+        self.up = True
+        for rank in info.ranks:
+            several = rank.rank if len(info.ranks) > 1 else None
+            self._shell.targets[rank.endpoint] = Target(self._upstream, self._host_header, several)
+            self._tell_up(info, rank)
+        events = sum(rank.endpoint in self._streaming for rank in info.ranks)
+        log.info(
+            "engine %s is up: %s, KV events from %d of %d",
+            self.url,
+            ", ".join(info.models),
+            events,
+            len(info.ranks),
+        )
+
+    def _tell_up(self, info: EngineInfo, rank: RankInfo) -> None:
+        source = self._sources.get(rank.endpoint)
+        streaming = rank.endpoint in self._streaming
+        self._shell.metrics.endpoint(rank.endpoint).up = True
+        self._shell.tell(
+            EndpointUp(
+                t=self._shell.now(),
+                endpoint=rank.endpoint,
+                models=list(info.models),
+                engine_block_tokens=rank.signals.block_tokens,
+                kv_tokens=rank.signals.kv_tokens,
+                has_events=streaming,
+                has_replay=streaming and source is not None and source.replay is not None,
+                process_start_s=rank.signals.process_start_s,
+            )
+        )
+
+    def _go_down(self, info: EngineInfo, cause: str) -> None:
+        self.up = False
+        log.warning("engine %s is down: %s", self.url, cause)
+        for rank in info.ranks:
+            self._shell.metrics.endpoint(rank.endpoint).up = False
+            self._shell.tell(EndpointDown(t=self._shell.now(), endpoint=rank.endpoint, cause=cause))
+
+    # -- watching
+
+    async def _watch(self, info: EngineInfo) -> str:
+        """Check health and scrape signals until the engine is down; the cause of that."""
+        failures = checks = 0
+        while True:
+            prodded = await self._pause(self._interval_s)
+            checks += 1
+            scraped_t = self._shell.now()
+            try:
+                if not await healthy(self.url, timeout_s=_HEALTH_TIMEOUT_S):
+                    return "its health check says it is not well"
+                if prodded or checks % _MODELS_EVERY == 0:
+                    info = await discover(self.url)
+                    self._renew(info, prodded=prodded)
+                failures = 0
+            except SumibiError as cause:
+                failures += 1
+                if failures >= _FAILURES_TO_DOWN or isinstance(cause.__cause__, ConnectionRefusedError):
+                    return str(cause)
+                continue
+            await self._scrape(info, scraped_t)
+
+    def _renew(self, info: EngineInfo, *, prodded: bool) -> None:
+        """The engine answers: update what changed, and give suspect endpoints their chance to be trusted."""
+        before, self.info = self.info, info
+        if prodded or before is None or before.models != info.models:
+            for rank in info.ranks:
+                self._tell_up(info, rank)
+
+    async def _scrape(self, info: EngineInfo, scraped_t: float) -> None:
+        """Read load signals. An engine without metrics is served all the same."""
+        try:
+            page = await scrape(self.url, timeout_s=_HEALTH_TIMEOUT_S)
+        except EngineUnavailable:
+            for rank in info.ranks:
+                self._shell.metrics.endpoint(rank.endpoint).scrape_errors += 1
+            return
+        for rank in info.ranks:
+            seen = parse_signals(page, rank=rank.rank, ranks=len(info.ranks))
+            counters = self._shell.metrics.endpoint(rank.endpoint)
+            counters.running, counters.waiting = seen.running or 0, seen.waiting or 0
+            counters.kv_usage = seen.kv_usage or 0.0
+            self._shell.tell(
+                Signals(
+                    t=self._shell.now(),
+                    endpoint=rank.endpoint,
+                    scraped_t=scraped_t,
+                    running=seen.running,
+                    waiting=seen.waiting,
+                    kv_usage=seen.kv_usage,
+                    process_start_s=seen.process_start_s,
+                )
+            )
+
+    # -- KV events
+
+    def _source(self, rank: RankInfo) -> EventSource | None:
+        """Where a rank's events come from: the user's word before the engine's."""
+        option = self._option
+        if option.kv_events is None or rank.rank != 0:
+            return rank.events
+        # Of an address that the user gives the other end is meant: `*` in it binds here.
+        binds = "*" in option.kv_events
+        return EventSource(address=option.kv_events, bind=binds, replay=option.kv_replay)
+
+    def _follow_events(self, rank: RankInfo) -> None:
+        """Have a stream running that fits what the engine says now; ZMQ reconnects an old one by itself."""
+        endpoint, source = rank.endpoint, self._source(rank)
+        if self._sources.get(endpoint) == source:
+            return
+        running = self._streams.pop(endpoint, None)
+        if running is not None:
+            running.cancel()
+            self._streaming.discard(endpoint)
+            del self._sources[endpoint]
+        if source is not None:
+            self._sources[endpoint] = source
+            self._streams[endpoint] = asyncio.get_running_loop().create_task(self._follow(endpoint, source))
+
+    async def _wait_for_streams(self) -> None:
+        try:
+            async with asyncio.timeout(_STREAM_WAIT_S):
+                while len(self._streaming) < len(self._streams):
+                    self._stream_change.clear()
+                    await self._stream_change.wait()
+        except TimeoutError:
+            log.warning("engine %s: its KV event stream does not connect; still trying", self.url)
+
+    async def _follow(self, endpoint: str, source: EventSource) -> None:
+        try:
+            await follow(source, lambda record: self._stream_record(endpoint, record), self._context)
+        except* zmq.ZMQError as cause:
+            log.error("%s: no KV events from %s: %s", endpoint, source.address, cause.exceptions[0])
+
+    def _stream_record(self, endpoint: str, record: StreamRecord) -> None:
+        counters = self._shell.metrics.endpoint(endpoint)
+        match record:
+            case BatchReceived():
+                counters.event_batches += 1
+                self._shell.tell(
+                    EngineBatch(
+                        t=self._shell.now(),
+                        endpoint=endpoint,
+                        batch=record.batch,
+                        digest=record.digest,
+                        replayed=record.replayed,
+                    )
+                )
+            case StreamUp():
+                self._streaming.add(endpoint)
+                counters.streaming = True
+                self._stream_change.set()
+                self._prod.set()
+            case StreamLost():
+                self._streaming.discard(endpoint)
+                counters.streaming = False
+                counters.streams_lost += 1
+                if self.up:
+                    cause = "its KV event stream broke"
+                    self._shell.tell(EndpointSuspect(t=self._shell.now(), endpoint=endpoint, cause=cause))
+                self.look()
+            case MalformedMessage():
+                counters.malformed_messages += 1
+                if counters.malformed_messages == 1:
+                    log.warning("%s: a KV event message is malformed: %s", endpoint, record.detail)
+
+    async def _replay(self, endpoint: str, from_seq: int) -> None:
+        counters = self._shell.metrics.endpoint(endpoint)
+        counters.replays += 1
+        source = (
+            next((self._source(r) for r in self.info.ranks if r.endpoint == endpoint), None)
+            if self.info
+            else None
+        )
+        complete = False
+        if source is not None and source.replay is not None:
+            complete = await replay(
+                source.replay, from_seq, lambda record: self._stream_record(endpoint, record), self._context
+            )
+        counters.replays_failed += not complete
+        del self._replays[endpoint]
+        self._shell.tell(ReplayEnded(t=self._shell.now(), endpoint=endpoint, ok=complete))
