@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from sumibi import __version__
-from sumibi.core.errors import SumibiError
+from sumibi.core.errors import ConfigError, SumibiError
 
 app = typer.Typer(
     name="sumibi",
@@ -142,11 +142,12 @@ def demo(
     measurement). The exit code is 0 only if every claim held.
     """
     from sumibi import console
+    from sumibi.demo.report import print_tables
     from sumibi.demo.run import run_demo
 
     with console.progress() as report:
         demonstration = run_demo(model, out, report)
-    console.print_demo(demonstration)
+    print_tables(demonstration.steps, demonstration.claims)
     raise typer.Exit(0 if demonstration.held else 1)
 
 
@@ -208,7 +209,6 @@ def serve(
       sumibi serve --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000 --tokenizer ./my-model
     Then use http://127.0.0.1:8000/v1 as you would use one of the engines.
     """
-    from sumibi.gateway.main import main as run_gateway
     from sumibi.gateway.options import GatewayOptions, engine_options
 
     options = GatewayOptions(
@@ -224,6 +224,8 @@ def serve(
         usage_log=usage_log,
         record=record,
     )
+    from sumibi.gateway.main import main as run_gateway
+
     raise typer.Exit(run_gateway(options))
 
 
@@ -344,7 +346,17 @@ def rerun(
     The exit code is 1 if a pick differs under its own policy (a bug); with --policy, differences are
     the answer and the code is 0.
     """
-    raise NotImplementedError
+    from sumibi import console
+    from sumibi.routing.decisions import read_decisions
+    from sumibi.routing.policies import rerun as rerun_decisions
+
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as cause:
+        raise ConfigError(f"cannot read the decision log {file}: {cause.strerror}") from cause
+    reruns = list(rerun_decisions(read_decisions(lines), policy))
+    console.print_reruns(reruns)
+    raise typer.Exit(0 if policy or all(one.same for one in reruns) else 1)
 
 
 @models.command()

@@ -10,10 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from sumibi.admin import Fleet
+from sumibi.doctor import Check, Verdict
+from sumibi.local.runfile import RunRecord
 from sumibi.local.updown import Report, Running
+from sumibi.routing.decisions import Rerun
+from sumibi.status import Status
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+    from rich.table import Table
 
 
 @contextmanager
@@ -76,3 +84,79 @@ def print_running(running: Running) -> None:
         ' "messages": [{"role": "user", "content": "What is charcoal?"}]}\'\n'
         "\nlook at it:  sumibi status\nstop it:     sumibi down"
     )
+
+
+def print_status(status: Status, *, json: bool) -> None:
+    """Processes, then endpoints, as tables; or everything as JSON."""
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(status)).decode())
+        return
+    from rich.console import Console
+
+    console = Console()
+    if status.stack is not None:
+        console.print(f"{status.stack.url}/v1 serves {status.stack.model}", highlight=False)
+        console.print(_processes(status.stack))
+    if status.fleet is not None:
+        console.print(_endpoints(status.fleet))
+    if status.problem:
+        console.print(status.problem, highlight=False)
+
+
+def _processes(stack: RunRecord) -> "Table":
+    table = _table("process", "state", "pid", "cores", "restarts", "last end")
+    for child in stack.children:
+        cores = ",".join(map(str, child.cores)) or "any"
+        table.add_row(child.name, child.state, str(child.pid or ""), cores, str(child.restarts), child.exit)
+    return table
+
+
+def _endpoints(fleet: Fleet) -> "Table":
+    """The caches: how well they are known, how full they are."""
+    table = _table("endpoint", "up", "cache known", "tokens cached", "of", "requests", "wait s")
+    for one in fleet.endpoints:
+        table.add_row(
+            one.endpoint,
+            "yes" if one.up else "no",
+            one.grade if one.suspect is None else f"{one.grade} ({one.suspect})",
+            str(one.blocks * one.block_tokens),
+            str(one.kv_tokens or "?"),
+            str(one.inflight),
+            f"{one.wait_s:.2f}",
+        )
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def print_checks(checks: list[Check], *, json: bool) -> None:
+    """One line a check, its fix below it."""
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(checks)).decode())
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
+    console = Console()
+    for check in checks:
+        word = f"[{colours[check.verdict]}]{check.verdict:<8}[/]"
+        console.print(f"{word} {escape(check.name)}: {escape(check.found)}", highlight=False, soft_wrap=True)
+        if check.fix:
+            console.print(f"         fix: {escape(check.fix)}", highlight=False, soft_wrap=True)
+
+
+def print_reruns(reruns: list[Rerun]) -> None:
+    """Every pick that differs, then the count."""
+    for one in reruns:
+        if not one.same:
+            print(f"{one.decision} ({one.request}): was {one.recorded}, {one.policy} picks {one.rerun}")
+    print(f"{len(reruns)} decisions, {sum(one.same for one in reruns)} picked the same endpoint")

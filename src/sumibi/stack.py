@@ -37,9 +37,7 @@ class Engines(_Part):
 
     count: int = Field(2, ge=1, le=64, description="replicas")
     cores_each: int = Field(1, ge=1, description="CPU cores pinned to a replica")
-    first_port: int = Field(
-        8001, ge=1, le=65535, description="port of the first replica; the others follow it"
-    )
+    first_port: int = Field(8001, ge=1, le=65535, description="the first replica's port; the others follow")
     kv_blocks: int = Field(512, ge=2, description="KV blocks of a replica")
     block_tokens: int = Field(DEFAULT_BLOCK_TOKENS, ge=1, le=1024, description="tokens of a KV block")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: the checkpoint's")

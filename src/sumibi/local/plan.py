@@ -16,8 +16,6 @@ from pathlib import Path
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.stack import Stack
 
-ADMIN_KEY_FILE = "admin.key"
-"""In the state directory; the gateway makes it if it is not there."""
 SOCKET_PATH_LIMIT_BYTES = 107
 """sizeof(sockaddr_un.sun_path) - 1 on Linux."""
 
@@ -49,7 +47,8 @@ class StackPlan:
 
 def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int]) -> StackPlan:
     """Lay `stack` out on the given `cores`. `model_dir` is what `sumibi engine --model` takes: an
-    absolute directory, whose name is the model's, or `tiny`.
+    absolute directory, whose name is the model's, or `tiny`. `state_dir` ends in `sumibi`, as the gateway
+    expects of $XDG_STATE_HOME.
 
     Raises EnvironmentProblem if the state directory's path is too long for a Unix socket.
     """
@@ -66,12 +65,13 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
         argv=[
             *(sys.executable, "-m", "sumibi", "serve"),
             *("--host", gateway.host, "--port", str(gateway.port)),
-            *("--admin-port", str(gateway.admin_port), "--admin-key-file", str(state_dir / ADMIN_KEY_FILE)),
-            *("--usage-log", str(state_dir / "usage.jsonl")),
+            *("--admin-port", str(gateway.admin_port)),
             *("--policy", gateway.policy),
             *(part for url in urls for part in ("--engine", url)),
             *(("--tokenizer", model_dir) if Path(model_dir).is_dir() else ()),
         ],
+        # Admin key and usage log lie in the same directory as everything else of this stack.
+        env={"XDG_STATE_HOME": str(state_dir.parent)},
         health_url=f"http://{reachable(gateway.host)}:{gateway.port}/health",
     )
     return StackPlan(

@@ -20,11 +20,14 @@ PLAN_FILE = "plan.json"
 LOCK_FILE = "lock"
 
 
+STATE_DIR_NAME = "sumibi"
+
+
 def default_state_dir() -> Path:
     """`$XDG_STATE_HOME/sumibi` (`~/.local/state/sumibi`): logs, run files, the admin key, the usage log."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     # The specification asks to ignore a relative path.
-    return (given if given.is_absolute() else Path.home() / ".local/state") / "sumibi"
+    return (given if given.is_absolute() else Path.home() / ".local/state") / STATE_DIR_NAME
 
 
 class ChildState(StrEnum):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from sumibi.admin import Admin, wait_for_fleet
 from sumibi.core.errors import EnvironmentProblem, SumibiError
 from sumibi.local.plan import StackPlan, plan_stack
 from sumibi.local.runfile import (
@@ -77,6 +78,11 @@ def up(stack: Stack, state_dir: Path, report: Report, *, tied: bool = False) -> 
         os.close(lock)
     try:
         record = _follow(state_dir, report, lambda: supervisor.poll() is None)
+        wait_for_fleet(
+            Admin.of(state_dir, record.admin_url),
+            stack.engines.count,
+            lambda known: report("gateway", f"knows {known} of {stack.engines.count} replicas", None),
+        )
     except BaseException:
         supervisor.send_signal(signal.SIGTERM)
         supervisor.wait(_STOP_TIMEOUT_S)

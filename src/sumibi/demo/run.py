@@ -1,0 +1,108 @@
+"""The whole demonstration: stacks of its own come up, are played on and go; files are written.
+
+Every stack is tied to this process, so whatever ends it ends them too.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sumibi.admin import Admin
+from sumibi.core.errors import EnvironmentProblem
+from sumibi.demo.claims import POLICIES, Claim, StepResult, judge
+from sumibi.demo.play import Door, play
+from sumibi.demo.report import write_json, write_picture
+from sumibi.demo.script import PRESSURE_KV_BLOCKS, SEED, busy_request, prefix_phases, pressure_phase
+from sumibi.demo.texts import Texts
+from sumibi.local.runfile import STATE_DIR_NAME, default_state_dir
+from sumibi.local.updown import Report, down, model_directory, up
+from sumibi.prompts.tokenizer import Tokenizer
+from sumibi.stack import KeyPath, load_stack
+
+AMPLE_KV_BLOCKS = 512
+_PORTS = 4  # two engines, gateway, admin door
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """What was measured and whether it is what was claimed."""
+
+    steps: list[StepResult]
+    claims: list[Claim]
+
+    @property
+    def held(self) -> bool:
+        """True if every claim held."""
+        return all(claim.held for claim in self.claims)
+
+
+def run_demo(model: str, out: Path, report: Report) -> Demonstration:
+    """Play everything and write `demo.json` and `demo.png` into `out`.
+
+    Raises what `up` raises, EngineUnavailable if a request fails, EnvironmentProblem if `out` cannot be
+    written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise EnvironmentProblem(f"cannot write to {out}: {cause}") from cause
+    tokenizer = Tokenizer.load(model_directory(model, report))
+    texts = Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), SEED)
+    busy = busy_request(texts)
+    steps: list[StepResult] = []
+    with _stack(model, "cost", AMPLE_KV_BLOCKS, report) as door:
+        steps += play(door, prefix_phases(texts), "cost", busy, report)
+    for policy in POLICIES:
+        with _stack(model, policy, PRESSURE_KV_BLOCKS, report) as door:
+            steps += play(door, pressure_phase(texts), policy, busy, report)
+    claims = judge(steps)
+    write_json(out / "demo.json", steps, claims)
+    write_picture(out / "demo.png", steps, claims)
+    return Demonstration(steps, claims)
+
+
+@contextmanager
+def _stack(model: str, policy: str, kv_blocks: int, report: Report) -> Iterator[Door]:
+    """A stack on free ports with everything anew, gone at the end of the block."""
+    first = _free_ports(_PORTS)
+    flags: dict[KeyPath, object] = {
+        ("model",): model,
+        ("engines", "first_port"): first,
+        ("engines", "kv_blocks"): kv_blocks,
+        ("gateway", "port"): first + 2,
+        ("gateway", "admin_port"): first + 3,
+        ("gateway", "policy"): policy,
+    }
+    stack = load_stack(None, flags)
+    state_dir = default_state_dir() / "demo" / STATE_DIR_NAME
+    running = up(stack, state_dir, report, tied=True)
+    if running.supervisor is None:
+        raise EnvironmentProblem("another demonstration is running")
+    try:
+        admin = Admin.of(state_dir, running.record.admin_url)
+        yield Door(running.record.url, running.record.model, admin)
+    finally:
+        down(state_dir)
+        running.supervisor.wait()
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` free ports in a row."""
+    for _ in range(100):
+        with ExitStack() as probes:
+            try:
+                first = _bound(probes, 0)
+                for port in range(first + 1, first + count):
+                    _bound(probes, port)
+            except (OSError, OverflowError):
+                continue
+            return first
+    raise EnvironmentProblem(f"found no {count} free ports in a row on 127.0.0.1")
+
+
+def _bound(probes: ExitStack, port: int) -> int:
+    probe = probes.enter_context(socket.socket())
+    probe.bind(("127.0.0.1", port))
+    return int(probe.getsockname()[1])

@@ -1,0 +1,244 @@
+"""What is wrong on this machine, and what to do about it.
+
+Each check is a small function that looks at one thing and returns one `Check`: what was found, and the fix
+if it is not well. A warning is something that works worse than it could; only a problem makes the command
+fail. Nothing is changed, nothing is started (torch is asked in a process of its own).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from sumibi.admin import metrics
+from sumibi.core.errors import SumibiError
+from sumibi.local.runfile import ChildState
+from sumibi.local.updown import taken_ports
+from sumibi.routing.events import Grade
+from sumibi.stack import DEFAULT_FILE, DEFAULT_MODEL, load_stack
+from sumibi.status import Status, read_status
+
+_ENGINE_MEMORY_BYTES = 1_200_000_000
+"""Resident memory of one replica of the built-in model with 512 KV blocks."""
+_MODEL_DISK_BYTES = 500_000_000
+"""The wheel, the file out of it and the converted model, at once."""
+_TORCH_TIMEOUT_S = 60
+
+
+class Verdict(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. `fix` is empty if all is well."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+def examine(state_dir: Path) -> list[Check]:
+    """Every check, in the order in which one would fix things."""
+    status = read_status(state_dir)
+    machine = [_python(), _cores(), _memory(status), _torch(), _zmq(), _model(), _disk()]
+    if not status.running:
+        return [*machine, _ports()]
+    return [*machine, *_processes(status), *_caches(status), *_fallbacks(status)]
+
+
+def _ok(name: str, found: str) -> Check:
+    return Check(name, Verdict.OK, found)
+
+
+def _python() -> Check:
+    return _ok("python", f"{sys.version.split()[0]} in {sys.prefix}")
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores >= load_stack().engines.count:
+        return _ok("cores", f"{cores} for this process")
+    return Check(
+        "cores",
+        Verdict.WARNING,
+        f"{cores} for this process",
+        "two replicas share it: allow more cores, or set engines.count: 1",
+    )
+
+
+def _memory(status: Status) -> Check:
+    available = _available_memory_bytes()
+    found = f"{available / 1e9:.1f} GB available"
+    if status.running or available >= 2 * _ENGINE_MEMORY_BYTES:
+        return _ok("memory", found)
+    needed = 2 * _ENGINE_MEMORY_BYTES / 1e9
+    fix = f"two replicas take about {needed:.1f} GB: free some, or lower engines.kv_blocks"
+    return Check("memory", Verdict.WARNING, found, fix)
+
+
+def _available_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+_TORCH_QUESTION = """
+import torch
+from sumibi.engine.linear import packing_works
+print(torch.__version__, packing_works(torch.bfloat16))
+"""
+
+
+def _torch() -> Check:
+    """The fast path on a CPU is a product from packed bfloat16 weights, which the engine probes itself."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _TORCH_QUESTION],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Check(
+            "torch", Verdict.PROBLEM, f"did not import within {_TORCH_TIMEOUT_S} s", "is the disk very slow?"
+        )
+    if asked.returncode:
+        why = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+        return Check(
+            "torch",
+            Verdict.PROBLEM,
+            f"cannot be imported: {why}",
+            "pip install 'sumibi[engine]' (or `make setup`)",
+        )
+    version, bf16 = asked.stdout.split()
+    if bf16 == "True":
+        return _ok("torch", f"{version}, packed bfloat16 products work")
+    why = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+    fix = "the engine runs on a CPU, but slower: use a CPU with AVX512-BF16 or AMX"
+    return Check("torch", Verdict.WARNING, f"{version}: {why}", fix)
+
+
+def _zmq() -> Check:
+    import zmq
+
+    if zmq.has("ipc"):
+        return _ok("zmq", f"{zmq.zmq_version()}")
+    return Check("zmq", Verdict.PROBLEM, "has no ipc transport", "install pyzmq from a wheel")
+
+
+def _model() -> Check:
+    try:
+        from sumibi.engine.fetch import models_directory
+        from sumibi.engine.manifest import check
+    except ImportError as cause:
+        return Check("model", Verdict.PROBLEM, f"cannot look: {cause}", "pip install 'sumibi[engine]'")
+    directory = models_directory() / DEFAULT_MODEL
+    if not directory.exists():
+        return Check(
+            "model",
+            Verdict.WARNING,
+            f"{DEFAULT_MODEL} is not there yet",
+            "`sumibi up` or `make setup` fetches it",
+        )
+    try:
+        check(directory, contents=True)
+    except SumibiError as cause:
+        return Check("model", Verdict.PROBLEM, str(cause), "`make setup` makes it anew")
+    return _ok("model", str(directory))
+
+
+def _disk() -> Check:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    existing = next(parent for parent in (cache, *cache.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{free / 1e9:.1f} GB free in {existing}"
+    if free >= _MODEL_DISK_BYTES:
+        return _ok("disk", found)
+    return Check("disk", Verdict.WARNING, found, f"fetching a model takes {_MODEL_DISK_BYTES / 1e9:.1f} GB")
+
+
+def _ports() -> Check:
+    try:
+        stack = load_stack(DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
+    except SumibiError as cause:
+        return Check("stack file", Verdict.PROBLEM, str(cause), "correct it (docs/stack-file.md)")
+    taken = taken_ports(stack)
+    ports = (stack.gateway.port, stack.gateway.admin_port, *stack.engine_ports)
+    if not taken:
+        return _ok("ports", f"free: {', '.join(map(str, ports))}")
+    return Check("ports", Verdict.PROBLEM, "; ".join(taken), "stop what listens there, or change the key")
+
+
+def _processes(status: Status) -> list[Check]:
+    if status.stack is None:
+        return [Check("stack", Verdict.WARNING, status.problem, "wait for `sumibi up`")]
+    checks = []
+    for child in status.stack.children:
+        found = f"{child.state}, {child.restarts} restarts"
+        if child.state is not ChildState.READY:
+            found += f" ({child.exit})" if child.exit else ""
+            checks.append(Check(child.name, Verdict.PROBLEM, found, f"its log says why: {child.log}"))
+        elif child.restarts:
+            checks.append(
+                Check(child.name, Verdict.WARNING, f"{found}, last {child.exit}", f"see {child.log}")
+            )
+        else:
+            checks.append(_ok(child.name, found))
+    return checks
+
+
+def _caches(status: Status) -> list[Check]:
+    """How well the gateway knows each endpoint's cache."""
+    if status.fleet is None:
+        return [Check("gateway", Verdict.PROBLEM, status.problem, "see gateway.log in the state directory")]
+    checks = []
+    for endpoint in status.fleet.endpoints:
+        name = f"cache of {endpoint.endpoint}"
+        if not endpoint.up:
+            checks.append(Check(name, Verdict.PROBLEM, "down", "see the engine's log"))
+        elif endpoint.grade is Grade.EXACT:
+            checks.append(_ok(name, f"exact, {endpoint.blocks} blocks known"))
+        else:
+            why = endpoint.suspect or ("no KV events" if not endpoint.has_events else "events have a gap")
+            fix = "give the engine --kv-events-config with a replay_endpoint (docs/serve-your-engines.md)"
+            checks.append(Check(name, Verdict.WARNING, f"{endpoint.grade}: {why}", fix))
+    return checks
+
+
+_FALLBACKS = {
+    "sumibi_prompt_fallbacks_total": "prompts got approximate keys: see gateway.log",
+    "sumibi_prompt_mismatches_total": "the fast reading of prompts was wrong and is off: please report it",
+    "sumibi_index_refused_blocks_total": "the index is full: fewer endpoints a gateway",
+    "sumibi_kv_event_malformed_total": "KV events do not decode: is the engine's version known?",
+    "sumibi_kv_event_replays_failed_total": "missed KV events could not be replayed: set replay_endpoint",
+    "sumibi_usage_records_dropped_total": "usage records were lost: is the disk full or slow?",
+}
+"""Counters of the gateway that are 0 while nothing falls back, with what to do about them."""
+
+
+def _fallbacks(status: Status) -> list[Check]:
+    """What the gateway had to do in a lesser way."""
+    if status.stack is None or status.fleet is None:
+        return []
+    samples = metrics(f"{status.stack.url}/metrics")
+    checks = []
+    for name, fix in _FALLBACKS.items():
+        count = sum(sample.value for sample in samples if sample.name == name)
+        if count:
+            checks.append(Check(name, Verdict.WARNING, f"{count:g}", fix))
+    for sample in samples:
+        if sample.name == "sumibi_prompt_source" and sample.labels["source"] != "local":
+            found = f"tokens of {sample.labels['model']} come from: {sample.labels['source']}"
+            checks.append(Check("tokenizer", Verdict.WARNING, found, "give the gateway --tokenizer DIR"))
+    return checks or [_ok("fallbacks", "none")]

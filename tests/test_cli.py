@@ -1,0 +1,94 @@
+"""The front door: help, messages, exit codes. Commands run in this process where nothing is started."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sumibi import __version__
+from sumibi.cli import main
+
+VERBS = ["up", "down", "demo", "serve", "engine", "status", "doctor", "decisions rerun", "models fetch"]
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("SUMIBI_DEBUG", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_every_verb_explains_itself(verb, capsys):
+    assert main([*verb.split(), "--help"]) == 0
+    assert "Usage:" in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"sumibi {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_imports_nothing_heavy(verb):
+    code = (
+        "import sys; from sumibi.cli import main; main(sys.argv[1:]);"
+        "print(sorted({'torch', 'rich', 'numpy', 'zmq', 'uvloop', 'asyncio', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *verb.split(), "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["up", "--stack", "nowhere.yaml"], 2, "cannot read the stack file nowhere.yaml"),
+        (["up", "--policy", "random"], 2, "command line: gateway.policy is 'random'"),
+        (["up", "--engines", "0"], 2, "command line: engines.count is 0"),
+        (["up", "--engines", "two"], 2, "--engines"),
+        (["up", "--model", "/nowhere/model"], 3, "/nowhere/model"),
+        (["serve", "--engine", "ftp://x"], 2, "--engine 'ftp://x': want http://HOST:PORT"),
+        (["serve"], 2, "--engine"),
+        (["engine", "--model", "tiny", "--dtype", "int3"], 2, "--dtype int3 is unknown: use one of auto"),
+        (["engine", "--model", "tiny", "--kv-events-config", "{"], 2, "--kv-events-config"),
+        (["models", "fetch", "/nowhere/model"], 3, "/nowhere/model"),
+        (["decisions", "rerun", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+        (["fly"], 2, "No such command 'fly'"),
+    ],
+)
+def test_a_mistake_is_explained_on_stderr_with_its_exit_code(words, code, said, capsys):
+    assert main(words) == code
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_typo_in_a_stack_file_in_this_directory_is_explained(tmp_path, capsys):
+    (tmp_path / "stack.yaml").write_text("engines:\n  kv_block: 4\n")
+    assert main(["up"]) == 2
+    assert "stack.yaml, line 2: unknown key 'engines.kv_block'; did you mean 'engines.kv_blocks'?" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_unexpected_error_is_called_a_bug_and_hides_its_traceback(monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/x")
+
+    def boom() -> None:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("sumibi.cli._state_dir", boom)
+    assert main(["down"]) == 1
+    assert "unexpected ZeroDivisionError: boom\nThis is a bug" in capsys.readouterr().err
+    monkeypatch.setenv("SUMIBI_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["down"])
+
+
+def test_down_without_a_stack_says_so(capsys):
+    assert main(["down"]) == 0
+    assert capsys.readouterr().out == "no stack is running\n"
