@@ -26,9 +26,8 @@ from sumibi.core.errors import ModelError
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_REPLACEMENT = "\ufffd"
-_MAX_UNFINISHED_TOKENS = 3
-"""A UTF-8 character has at most 4 bytes and a token at least one: 3 tokens can end an unfinished one."""
+_CONTEXT_TOKENS = 8
+"""Of a prompt's tokens, how many a detokenizer looks at, to know whether output begins with a space."""
 
 
 class Tokenizer:
@@ -45,6 +44,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._decoder = "" if backend.decoder is None else str(backend.decoder)
         self._boundary = _boundary_pattern(list(added.values()))
         self.prefix_ids, self.suffix_ids = self._affixes()
         """What `encode(..., add_special_tokens=True)` puts around a text."""
@@ -112,6 +112,28 @@ class Tokenizer:
         """The vocabulary entry of one id (byte-level alphabet, not readable text); empty if unknown."""
         return self.backend.id_to_token(token_id) or ""
 
+    def unfinished(self, token_ids: Sequence[int]) -> int:
+        """How many tokens at the end belong to a character that is not complete yet (at most 3)."""
+        data = b""
+        for back, token_id in enumerate(reversed(token_ids[-3:]), start=1):
+            data = self._token_bytes(token_id) + data
+            if _unfinished_bytes(data):
+                return back
+            if not data or data[0] & 0xC0 != 0x80:
+                return 0
+        return 0
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, as far as the way its text is written tells."""
+        text = self.token_text(token_id)
+        if "ByteLevel" in self._decoder:
+            try:
+                return bytes(map(_BYTE_ALPHABET.__getitem__, text))
+            except KeyError:  # an added token, written as it is
+                return text.encode()
+        fallback = _FALLBACK_BYTE.fullmatch(text) if "ByteFallback" in self._decoder else None
+        return bytes.fromhex(fallback[1]) if fallback else text.encode()
+
     def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> "Detokenizer":
         """A fresh `Detokenizer` for output that follows `context` (the prompt's ids, or its tail)."""
         return Detokenizer(self, context, skip_special_tokens=skip_special_tokens)
@@ -147,34 +169,26 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-        # A few tokens of context decide about a leading space; whether they make whole characters is
-        # settled by the caller's prompt being text.
-        self._window = [i for i in context[-8:] if i not in self._skip]
+        self._window = [i for i in context[-_CONTEXT_TOKENS:] if i not in self._skip]
         self._done = len(self._window)
         self._done_text = self._decode(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take more ids; return the text that is now certain (possibly empty)."""
-        window = self._window
-        window += [i for i in token_ids if i not in self._skip]
-        earliest = max(self._done, len(window) - _MAX_UNFINISHED_TOKENS)
-        for end in range(len(window), self._done, -1):
-            text = self._decode(window[:end])
-            # At `earliest` whatever is broken stays broken: no later byte can complete it.
-            if not text.endswith(_REPLACEMENT) or end == earliest:
-                return self._emit(text, end)
-        return ""
+        self._window += [i for i in token_ids if i not in self._skip]
+        return self._emit(len(self._window) - self._tokenizer.unfinished(self._window))
 
     def finish(self) -> str:
         """The rest: an unfinished character at the very end comes out as U+FFFD."""
-        if self._done == len(self._window):
-            return ""
-        return self._emit(self._decode(self._window), len(self._window))
+        return self._emit(len(self._window))
 
-    def _emit(self, text: str, end: int) -> str:
+    def _emit(self, end: int) -> str:
+        if end <= self._done:
+            return ""
+        text = self._decode(self._window[:end])
         if text.startswith(self._done_text):
             piece = text[len(self._done_text) :]
-        else:  # a byte-fallback run that turned out to be broken: its known part is out already
+        else:  # byte fallback spoils a whole run of bytes for one that fits nowhere; what is out is out
             piece = self._decode(self._window[self._done : end])
         self._window = self._window[self._done :]
         self._done = end - self._done
@@ -183,6 +197,30 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False) if token_ids else ""
+
+
+def _unfinished_bytes(data: bytes) -> int:
+    """How many bytes at the end of `data` begin a UTF-8 character that more bytes could complete."""
+    for back in range(1, min(len(data), 3) + 1):
+        byte = data[-back]
+        if byte & 0xC0 != 0x80:  # not a continuation: an ASCII character, or a lead that says its length
+            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return back if length > back else 0
+    return 0
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write for bytes.
+
+    Printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on, in order (GPT-2).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:

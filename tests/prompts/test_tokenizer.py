@@ -1,0 +1,196 @@
+"""The tokenizer equals transformers'; text may be cut where it says; streams never hold half a character."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Backend
+
+from sumibi.core.errors import ModelError
+from sumibi.prompts.tokenizer import Tokenizer
+
+WORDS = [
+    *("the cache", " of", "\n", "  ", "   \n", "\t", "0", " 12", "é", "炭火", "😀", "\u00a0", "\ufffd", "a"),
+    *("<|im_start|>", "<|im_end|>", "<|im_start|>extra", "<s>", "</s>", "<tool>", "<unk>"),
+    *("<|im_start", "|im_end|>", "<|im_start |>", "<", "|>", "<<s>>", "</", "s>", "<0x0A>", "▁", "extra"),
+]
+texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=5), max_size=20).map("".join)
+
+
+@pytest.fixture
+def directory(checkpoint, kind):
+    return checkpoint(kind)
+
+
+@pytest.fixture
+def tokenizer(directory):
+    return Tokenizer.load(directory)
+
+
+def test_encodes_and_decodes_as_transformers(directory, tokenizer, transformers_tokenizer):
+    oracle = transformers_tokenizer(directory)
+
+    @given(texts, st.booleans())
+    def check(text, special):
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        assert ids == oracle(text, add_special_tokens=special)["input_ids"]
+        for skip in (False, True):
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == oracle.decode(
+                ids, skip_special_tokens=skip
+            )
+
+    check()
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
+    assert tokenizer.vocab_size == len(oracle)
+
+
+def encoded_in_pieces(tokenizer, text):
+    cuts = [0, *(start for start, _ in tokenizer.boundaries(text)), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(cuts)]
+    return [i for ids in tokenizer.encode_batch(pieces, add_special_tokens=False) for i in ids]
+
+
+def test_parts_cut_at_boundaries_encode_as_the_whole(tokenizer):
+    @given(texts)
+    def check(text):
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        for start, _ in tokenizer.boundaries(text):
+            parts = tokenizer.encode_batch([text[:start], text[start:]], add_special_tokens=False)
+            assert parts[0] + parts[1] == whole
+        assert encoded_in_pieces(tokenizer, text) == whole
+
+    check()
+
+
+def test_boundaries_do_not_depend_on_what_surrounds_them(tokenizer):
+    @given(texts, texts, texts)
+    def check(before, text, after):
+        inside = {(a + len(before), b + len(before)) for a, b in tokenizer.boundaries(text)}
+        everywhere = tokenizer.boundaries(before + text + after)
+        starts = {start for start, _ in everywhere}
+        assert all(start in starts for start, _ in inside)
+
+    check()
+
+
+def test_every_chat_token_is_a_boundary(checkpoint):
+    tokenizer = Tokenizer.load(checkpoint("byte-level"))
+    text = "a<|im_start|>user\nhi<|im_end|>\n<|im_start|>extra<|endoftext|>"
+    assert [text[a:b] for a, b in tokenizer.boundaries(text)] == [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_start|>extra",
+        "<|endoftext|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        [AddedToken("<a>", special=True, normalized=False, single_word=True)],
+        [AddedToken("<a>", special=True, normalized=False, lstrip=True)],
+        [AddedToken("<a>", special=True, normalized=True)],
+        [AddedToken("<a>", special=False, normalized=False)],
+        [AddedToken(" <a>", special=True, normalized=False)],
+        # another token that begins further left would take it
+        [AddedToken("<a>", special=True, normalized=False), AddedToken("x<a>y", normalized=False)],
+        [AddedToken("<a>", special=True, normalized=False), AddedToken("x<a", normalized=False)],
+        # the longer one takes the space in front
+        [
+            AddedToken("<a>", special=True, normalized=False),
+            AddedToken("<a>b", normalized=False, lstrip=True),
+        ],
+    ],
+    ids=["single-word", "lstrip", "normalized", "not-special", "space", "inside", "overlap", "longer-lstrip"],
+)
+def test_tokens_with_rules_about_their_surroundings_are_no_boundaries(added):
+    backend = Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    backend.add_tokens(added)
+    assert Tokenizer(backend).boundaries("a <a> x<a>y <a>b") == []
+
+
+def test_special_tokens_only_named_in_the_config_are_added(checkpoint, tmp_path, transformers_tokenizer):
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint("byte-level") / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast",'
+        ' "bos_token": {"__type": "AddedToken", "content": "<bos>", "lstrip": false, "rstrip": false, "normalized": false, "single_word": false},'
+        ' "pad_token": "<pad>", "additional_special_tokens": ["<extra>"]}'
+    )
+    tokenizer, oracle = Tokenizer.load(tmp_path), transformers_tokenizer(tmp_path)
+    text = "a<bos>b<pad>c<extra>"
+    assert tokenizer.encode(text, add_special_tokens=False) == oracle(text)["input_ids"]
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+
+
+def test_loading_says_what_is_wrong(tmp_path):
+    with pytest.raises(ModelError, match=r"tokenizer\.json: cannot read"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="not a tokenizer file"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_config_is_an_error(checkpoint, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint("byte-level") / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="expected a JSON object"):
+        Tokenizer.load(tmp_path)
+
+
+def pieces_of(detokenizer, ids, size=1):
+    pieces = [detokenizer.push(ids[at : at + size]) for at in range(0, len(ids), size)]
+    return [*pieces, detokenizer.finish()]
+
+
+def test_streamed_pieces_join_to_the_decoded_text(tokenizer):
+    @given(texts, st.integers(1, 4), st.booleans())
+    def check(text, size, skip):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        pieces = pieces_of(tokenizer.detokenizer(skip_special_tokens=skip), ids, size)
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+def test_no_piece_holds_half_a_character(tokenizer):
+    ids = tokenizer.encode("naïve 炭火 😀👍🏽 ok", add_special_tokens=False)
+    pieces = pieces_of(tokenizer.detokenizer(), ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "😀" in "".join(pieces)
+
+
+def test_a_stream_that_ends_within_a_character_says_so(tokenizer):
+    ids = tokenizer.encode("ok 😀", add_special_tokens=False)
+    pieces = pieces_of(tokenizer.detokenizer(), ids[:-1])
+    assert "".join(pieces[:-1]).rstrip() == "ok"
+    assert set(pieces[-1]) == {"\ufffd"}
+
+
+def test_bytes_that_can_never_become_a_character_are_not_held_back(tokenizer):
+    *_, last = tokenizer.encode("😀", add_special_tokens=False)
+    assert tokenizer.detokenizer().push([last]) == "\ufffd"
+
+
+def test_output_after_a_prompt_keeps_its_leading_space(checkpoint):
+    tokenizer = Tokenizer.load(checkpoint("metaspace"))
+    prompt = tokenizer.encode("the cache", add_special_tokens=True)
+    output = tokenizer.encode("of", add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer.detokenizer(prompt), output)) == " of"
+    assert tokenizer.decode(output) == "of"
+
+
+@pytest.mark.real_model
+def test_the_default_model_encodes_as_transformers(smollm2, transformers_tokenizer):
+    tokenizer, oracle = Tokenizer.load(smollm2), transformers_tokenizer(smollm2)
+
+    @given(texts)
+    def check(text):
+        whole = tokenizer.encode(text, add_special_tokens=True)
+        assert whole == oracle(text)["input_ids"]
+        assert encoded_in_pieces(tokenizer, text) == whole
+
+    check()
+    assert tokenizer.special_tokens == oracle.special_tokens_map
