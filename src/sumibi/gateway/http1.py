@@ -19,7 +19,7 @@ import socket
 from collections import deque
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -270,9 +270,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client connected."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        set_nodelay(transport)
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but its bases
+        set_nodelay(self.transport)
         if not self._server.opened(self):
             self.abort()
             return

@@ -7,6 +7,7 @@ requests in flight, endpoints' connections, the timer for the next tick.
 import asyncio
 import heapq
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -89,7 +90,7 @@ class Shell:
         """Both are set by whoever supervises engines."""
         self._router = router
         self._loop = asyncio.get_running_loop()
-        self.now = self._loop.time
+        self.now = time.monotonic  # the loop has a clock of its own, in whole milliseconds on uvloop
         self._record_usage = record_usage
         self._recorder = recorder
         self._wall_clock = wall_clock
@@ -225,11 +226,16 @@ class Shell:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._wakes[0], self._tick) if self._wakes else None
+            self._timer = None
+        if self._wakes:
+            self._timer = self._loop.call_later(max(0.0, self._wakes[0] - self.now()), self._tick)
 
     def _tick(self) -> None:
-        now = self.now()
+        self._timer = None
+        now, due = self.now(), False
         while self._wakes and self._wakes[0] <= now:
             heapq.heappop(self._wakes)
+            due = True
         self._set_timer()
-        self.tell(Tick(t=now))
+        if due:  # the loop's timer may be early by its resolution
+            self.tell(Tick(t=now))

@@ -166,18 +166,13 @@ class EngineWatch:
             several = rank.rank if len(info.ranks) > 1 else None
             self._shell.targets[rank.endpoint] = Target(self._upstream, self._host_header, several)
             self._tell_up(info, rank)
-        events = sum(rank.endpoint in self._streaming for rank in info.ranks)
-        log.info(
-            "engine %s is up: %s, KV events from %d of %d",
-            self.url,
-            ", ".join(info.models),
-            events,
-            len(info.ranks),
-        )
+        self._came_up(info)
+        self._prod.clear()  # whatever happened before is seen to
+        streams = f"KV events from {len(self._streaming)} of {len(info.ranks)} ranks"
+        log.info("engine %s is up: %s, %s", self.url, ", ".join(info.models), streams)
 
     def _tell_up(self, info: EngineInfo, rank: RankInfo) -> None:
-        source = self._sources.get(rank.endpoint)
-        streaming = rank.endpoint in self._streaming
+        source, streaming = self._sources.get(rank.endpoint), rank.endpoint in self._streaming
         self._shell.metrics.endpoint(rank.endpoint).up = True
         self._shell.tell(
             EndpointUp(
@@ -329,16 +324,17 @@ class EngineWatch:
     async def _replay(self, endpoint: str, from_seq: int) -> None:
         counters = self._shell.metrics.endpoint(endpoint)
         counters.replays += 1
-        source = (
-            next((self._source(r) for r in self.info.ranks if r.endpoint == endpoint), None)
-            if self.info
-            else None
-        )
-        complete = False
+        source, complete = self._sources.get(endpoint), False
         if source is not None and source.replay is not None:
-            complete = await replay(
-                source.replay, from_seq, lambda record: self._stream_record(endpoint, record), self._context
-            )
+            try:
+                complete = await replay(
+                    source.replay,
+                    from_seq,
+                    lambda record: self._stream_record(endpoint, record),
+                    self._context,
+                )
+            except zmq.ZMQError as cause:
+                log.error("%s: no replay from %s: %s", endpoint, source.replay, cause)
         counters.replays_failed += not complete
         del self._replays[endpoint]
         self._shell.tell(ReplayEnded(t=self._shell.now(), endpoint=endpoint, ok=complete))

@@ -8,7 +8,7 @@ again on a fresh connection, once, and nobody hears of it.
 
 import asyncio
 import math
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -196,9 +196,8 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        set_nodelay(transport)
+        self._transport = cast("asyncio.Transport", transport)
+        set_nodelay(self._transport)
         self._upstream.open += 1
         self._upstream.opened_total += 1
         self._upstream.deadlines.waiting.add(self)
