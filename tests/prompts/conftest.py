@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -246,6 +247,64 @@ def transformers_tokenizer():
         return loaded[directory]
 
     return load
+
+
+TRICKY = ["", " ", "yes\n", "炭火 é", "'\"\\", "1 2", "{{ x }}", "def f():\n    pass"]
+TRICKY += ["<|im_start|>user", "<|im_end|>", "<s>", "</think>", "<think>a</think>\n\nb", "<tool_response>r"]
+words = st.text(max_size=8) | st.sampled_from(TRICKY)
+values = words | st.integers() | st.none() | st.lists(words, max_size=2)
+
+
+@st.composite
+def _turn(draw):
+    """A user message and what follows, as a template must see it."""
+    turn = [{"role": "user", "content": draw(words)}]
+    for _ in range(draw(st.integers(0, 2))):
+        names = draw(st.lists(st.sampled_from("fgh"), min_size=1, max_size=2))
+        calls = [
+            {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": {"x": draw(values)}}}
+            for at, name in enumerate(names)
+        ]
+        turn.append({"role": "assistant", "content": draw(words), "tool_calls": calls})
+        turn += [{"role": "tool", "content": draw(words), "tool_call_id": call["id"]} for call in calls]
+    if draw(st.booleans()):
+        turn.append({"role": "assistant", "content": draw(words)})
+    for message in turn:
+        if message["role"] == "assistant" and draw(st.booleans()):
+            message["reasoning"] = message["reasoning_content"] = draw(words)
+    return turn
+
+
+def _as_sent(draw, message):
+    """The same message as some client sends it."""
+    sent = dict(message)
+    if not message["content"]:
+        sent["content"] = draw(st.sampled_from([None, "", []]))
+    elif draw(st.booleans()):
+        sent["content"] = [{"type": "text", "text": message["content"]}]
+    if "reasoning" in message:
+        del sent[draw(st.sampled_from(["reasoning", "reasoning_content"]))]
+    if "tool_calls" in message:
+        functions = [call["function"] for call in message["tool_calls"]]
+        sent["tool_calls"] = [
+            {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+            for call, function in zip(message["tool_calls"], functions, strict=True)
+        ]
+    return sent
+
+
+@st.composite
+def _conversation(draw, *, max_turns=4):
+    seen = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, max_turns))):
+        seen += draw(_turn())
+    return [_as_sent(draw, message) for message in seen], seen
+
+
+@pytest.fixture(scope="session")
+def conversations():
+    """`conversations(...)`: a strategy of (messages as sent, the same as a template must see them)."""
+    return _conversation
 
 
 @pytest.fixture(params=sorted(KINDS))

@@ -1,5 +1,6 @@
 """The tokenizer equals transformers'; text may be cut where it says; streams never hold half a character."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -114,11 +115,14 @@ def test_tokens_with_rules_about_their_surroundings_are_no_boundaries(added):
 
 def test_special_tokens_only_named_in_the_config_are_added(checkpoint, tmp_path, transformers_tokenizer):
     (tmp_path / "tokenizer.json").write_bytes((checkpoint("byte-level") / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast",'
-        ' "bos_token": {"__type": "AddedToken", "content": "<bos>", "lstrip": false, "rstrip": false, "normalized": false, "single_word": false},'
-        ' "pad_token": "<pad>", "additional_special_tokens": ["<extra>"]}'
-    )
+    added = {"__type": "AddedToken", "content": "<bos>", "normalized": False, "single_word": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {**added, "lstrip": False, "rstrip": False},
+        "pad_token": "<pad>",
+        "additional_special_tokens": ["<extra>"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer, oracle = Tokenizer.load(tmp_path), transformers_tokenizer(tmp_path)
     text = "a<bos>b<pad>c<extra>"
     assert tokenizer.encode(text, add_special_tokens=False) == oracle(text)["input_ids"]

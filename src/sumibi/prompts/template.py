@@ -193,7 +193,8 @@ def _content_texts(content: object, path: str) -> list[str]:
         if isinstance(text, str):
             texts.append(text)
         elif text is not None:
-            raise BadRequest(f"{path}[{index}].{_TEXT_PARTS[kind]}: a string is needed", param=path)
+            path = f"{path}[{index}].{_TEXT_PARTS[kind]}"
+            raise BadRequest(f"{path}: a string is needed", param=path)
     return texts
 
 
@@ -205,7 +206,8 @@ def _tool_calls(calls: object, path: str) -> list[Message]:
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise BadRequest(f"{path}[{index}].function: an object is needed", param=f"{path}[{index}]")
+            path = f"{path}[{index}].function"
+            raise BadRequest(f"{path}: an object is needed", param=path)
         out.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     return out
 
