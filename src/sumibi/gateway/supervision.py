@@ -8,6 +8,7 @@ Ranks of one engine are one process: they come up and go down together.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -285,7 +286,7 @@ class EngineWatch:
 
     async def _follow(self, endpoint: str, source: EventSource) -> None:
         try:
-            await follow(source, lambda record: self._stream_record(endpoint, record), self._context)
+            await follow(source, functools.partial(self._stream_record, endpoint), self._context)
         except* zmq.ZMQError as cause:
             log.error("%s: no KV events from %s: %s", endpoint, source.address, cause.exceptions[0])
 
