@@ -174,6 +174,7 @@ class Engine:
         self._owners: dict[Sequence, Generation] = {}  # the step thread's
         self._open: set[Generation] = set()  # the event loop's
         self._failure: EngineUnavailable | None = None
+        self._step_failed = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -181,6 +182,11 @@ class Engine:
     def healthy(self) -> bool:
         """Whether the engine takes requests."""
         return self._loop is not None and self._failure is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step has raised."""
+        return self._step_failed
 
     def start(self) -> None:
         """Start the step thread; tokens go to the running event loop."""
@@ -265,10 +271,12 @@ class Engine:
     def _run(self) -> None:
         assert self._loop is not None
         try:
-            while self._take_commands():
-                self._step()
+            with torch.inference_mode():
+                while self._take_commands():
+                    self._step()
         except Exception as cause:
             log.exception("the engine failed in a step")
+            self._step_failed = True
             error = EngineUnavailable(f"the engine failed: {cause}")
             self._loop.call_soon_threadsafe(self._fail, error)
             self._loop.call_soon_threadsafe(self._on_failure)

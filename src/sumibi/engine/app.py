@@ -1,0 +1,295 @@
+"""The engine's HTTP door: vLLM's routes over one `Engine`.
+
+Runs in the event loop's thread and must not hold it up: the tokens of all streams pass through here. Long
+prompts are therefore tokenised in a worker thread. A client that leaves ends its generation at once, also
+while it waits for its first token.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import sumibi
+from sumibi.core.errors import BadRequest, SumibiError
+from sumibi.core.ids import new_id
+from sumibi.engine.answers import STREAM_END, error_body, writer_for
+from sumibi.engine.choices import Choices, Piece
+from sumibi.engine.loop import Engine, Generation
+from sumibi.engine.metrics import EngineMetrics
+from sumibi.engine.options import KVEventsConfig
+from sumibi.engine.requests import Request, RequestReader, decode_body
+from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, Tokenized
+from sumibi.prompts.dialects import parse_request
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+_INLINE_BYTES = 16 * 1024
+"""Bodies up to this are read in the event loop (a few milliseconds at most), longer ones in a thread."""
+
+T = TypeVar("T")
+_CHAT = "/v1/chat/completions"
+_COMPLETION = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What the routes answer from."""
+
+    engine: Engine
+    reader: RequestReader
+    metrics: EngineMetrics
+    kv_events: KVEventsConfig
+    dev_mode: bool
+
+    def app(self) -> Starlette:
+        """The ASGI application. The engine starts and stops with it."""
+        routes = [
+            Route(_CHAT, self.generate, methods=["POST"]),
+            Route(_COMPLETION, self.generate, methods=["POST"]),
+            Route(f"{_CHAT}/render", self.render, methods=["POST"]),
+            Route(f"{_COMPLETION}/render", self.render, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics_page),
+            Route("/kv_event_sources", self.kv_event_sources),
+        ]
+        if self.dev_mode:
+            routes.append(Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]))
+        return Starlette(
+            routes=routes,
+            exception_handlers={
+                SumibiError: _on_error,
+                HTTPException: _on_http_error,
+                ClientDisconnect: _on_client_left,
+                Exception: _on_bug,
+            },
+            lifespan=self._lifespan,
+        )
+
+    async def generate(self, http: HttpRequest) -> Response:
+        """`POST /v1/chat/completions` and `/v1/completions`."""
+        path = http.url.path
+        request = await _read(http, lambda body: self.reader.read(path, body))
+        return _Answer(self._open(request), path, self.reader)
+
+    async def render(self, http: HttpRequest) -> Response:
+        """`POST .../render`: what the engine would compute; a list of prompts for completions, as in vLLM."""
+        path = http.url.path.removesuffix("/render")
+        request = await _read(http, lambda body: self.reader.read(path, body))
+        rendered = [
+            Rendered(
+                request_id=new_id("render"),
+                token_ids=job.token_ids,
+                model=self.reader.limits.name,
+                stream=request.answer.stream,
+                cache_salt=job.salt or None,
+                sampling_params=RenderedSampling(
+                    n=job.n,
+                    max_tokens=job.params.max_tokens,
+                    temperature=job.params.temperature,
+                    top_p=job.params.top_p,
+                    top_k=job.params.top_k,
+                    min_p=job.params.min_p,
+                ),
+            )
+            for job in request.jobs
+        ]
+        return _json(rendered[0] if path == _CHAT else rendered)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """`POST /tokenize` of a `prompt` or of `messages`, as the same request to a completion would be."""
+        (token_ids,) = await _read(http, self._tokenize)
+        return _json(
+            Tokenized(count=len(token_ids), max_model_len=self.reader.limits.max_tokens, tokens=token_ids)
+        )
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """`POST /detokenize`: the text of `tokens`, special tokens shown."""
+        request = await _read(http, lambda body: decode_body(_detokenize, body))
+        text = self.reader.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        return _json({"prompt": text})
+
+    async def models(self, http: HttpRequest) -> Response:
+        """`GET /v1/models`."""
+        limits = self.reader.limits
+        card = ModelCard(id=limits.name, root=limits.name, max_model_len=limits.max_tokens)
+        return _json(ModelList([card]))
+
+    async def health(self, http: HttpRequest) -> Response:
+        """`GET /health`: 200 while the engine takes requests, else 503."""
+        return Response(status_code=200 if self.engine.healthy else 503)
+
+    async def version(self, http: HttpRequest) -> Response:
+        """`GET /version`."""
+        return _json({"version": f"sumibi {sumibi.__version__}"})
+
+    async def metrics_page(self, http: HttpRequest) -> Response:
+        """`GET /metrics`."""
+        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    async def kv_event_sources(self, http: HttpRequest) -> Response:
+        """`GET /kv_event_sources`: where each data-parallel rank publishes (there is one)."""
+        return _json({"0": self.kv_events})
+
+    async def reset_prefix_cache(self, http: HttpRequest) -> Response:
+        """`POST /reset_prefix_cache`, in development mode only: false while any block is held."""
+        return _json({"success": await self.engine.clear_prefix_cache()})
+
+    def _open(self, request: Request) -> tuple[Choices, Generation]:
+        generation = self.engine.submit(request.jobs)
+        eos = self.reader.limits.eos_token_ids
+        return Choices(request, generation, self.reader.tokenizer, eos), generation
+
+    def _tokenize(self, body: bytes) -> list[list[int]]:
+        fields = decode_body(_tokenize, body)
+        fields.setdefault("model", self.reader.limits.name)
+        path = _CHAT if "messages" in fields else _COMPLETION
+        prompts = self.reader.tokenize(parse_request(path, msgspec.json.encode(fields)))
+        if len(prompts) != 1:
+            raise BadRequest("prompt: one text is needed", param="prompt")
+        return prompts
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.engine.start()
+        yield
+        await self.engine.stop()
+
+
+class _Answer(Response):
+    """Sends a generation's answer while watching for the client to leave."""
+
+    def __init__(self, opened: tuple[Choices, Generation], path: str, reader: RequestReader) -> None:
+        super().__init__()
+        self._choices, self._generation = opened
+        self._writer = writer_for(path, reader.limits.name, self._choices, reader.tokenizer)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        run = self._stream if self._choices.request.answer.stream else self._whole
+        work = asyncio.ensure_future(run(send))
+        leaving = asyncio.ensure_future(_client_left(receive))
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        finally:
+            self._generation.close()
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+
+    async def _whole(self, send: Send) -> None:
+        merged: dict[int, Piece] = {}
+        try:
+            while not self._choices.done:
+                for piece in await self._choices.take():
+                    merged.setdefault(piece.choice, Piece(piece.choice)).extend(piece)
+        except SumibiError as error:
+            await _send_whole(send, error.status, error_body(error))
+            return
+        pieces = [merged[choice] for choice in sorted(merged)]
+        await _send_whole(send, 200, self._writer.whole(pieces))
+
+    async def _stream(self, send: Send) -> None:
+        """Headers go out with the first token, so that what fails before it has a status of its own."""
+        begun = False
+        try:
+            while not self._choices.done:
+                events = self._writer.events(await self._choices.take())
+                if not begun:
+                    begun = True
+                    await _send_head(send, 200, b"text/event-stream; charset=utf-8")
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+        except SumibiError as error:
+            if not begun:
+                await _send_whole(send, error.status, error_body(error))
+                return
+            last = b"data: " + error_body(error) + b"\n\n"
+        else:
+            last = self._writer.usage_event() if self._choices.request.answer.include_usage else b""
+        await send({"type": "http.response.body", "body": last + STREAM_END})
+
+
+class _Detokenize(msgspec.Struct):
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+
+
+_detokenize = msgspec.json.Decoder(_Detokenize)
+_tokenize = msgspec.json.Decoder(dict[str, Any])
+
+
+async def _read(http: HttpRequest, parse: Callable[[bytes], T]) -> T:
+    """The body, parsed; in a worker thread if it is long."""
+    body = bytearray()
+    async for piece in http.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    if len(body) <= _INLINE_BYTES:
+        return parse(bytes(body))
+    return await asyncio.to_thread(parse, bytes(body))
+
+
+async def _client_left(receive: Receive) -> None:
+    """Returns when the client has closed its side; its body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_head(send: Send, status: int, media_type: bytes) -> None:
+    headers = [(b"content-type", media_type)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send_whole(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _json(payload: object) -> Response:
+    return Response(msgspec.json.encode(payload), media_type="application/json")
+
+
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, SumibiError)
+    return Response(error_body(error), error.status, media_type="application/json")
+
+
+async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
+    """Unknown routes, wrong methods, bodies too large."""
+    assert isinstance(error, HTTPException)
+    return await _on_error(http, _HttpError(error))
+
+
+async def _on_bug(http: HttpRequest, error: Exception) -> Response:
+    """Anything unforeseen; the server logs it."""
+    return await _on_error(http, SumibiError("the engine's server failed on this request"))
+
+
+async def _on_client_left(http: HttpRequest, error: Exception) -> Response:
+    """The client went while it was sending: nobody reads this answer."""
+    return Response(status_code=499)
+
+
+class _HttpError(SumibiError):
+    """A status that the web framework decided on."""
+
+    def __init__(self, cause: HTTPException) -> None:
+        super().__init__(cause.detail)
+        self.status = cause.status_code
+        self.code = "not_found" if cause.status_code == 404 else "invalid_request_error"

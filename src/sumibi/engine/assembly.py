@@ -1,0 +1,202 @@
+"""Puts an engine together from its options: model, blocks, scheduler, events, loop, HTTP door.
+
+What the options leave open is decided here, from the checkpoint and the device, and logged.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from sumibi.core.errors import ConfigError
+from sumibi.engine import tiny
+from sumibi.engine.app import Door
+from sumibi.engine.batch import SequenceStep, StepBatch
+from sumibi.engine.blocks import BlockPool
+from sumibi.engine.checkpoint import ModelConfig, read_config
+from sumibi.engine.fetch import ensure_model
+from sumibi.engine.loop import Engine
+from sumibi.engine.metrics import EngineMetrics
+from sumibi.engine.model import DTYPES, Model
+from sumibi.engine.options import TINY, EngineOptions, KVEventsConfig
+from sumibi.engine.publisher import NullPublisher, ZmqPublisher
+from sumibi.engine.requests import Limits, RequestReader
+from sumibi.engine.scheduler import Scheduler
+from sumibi.prompts.template import ChatTemplate
+from sumibi.prompts.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_CPU_KV_BYTES = 512 * 1024 * 1024
+"""Memory of the KV cache on a CPU, unless `--kv-blocks` says otherwise."""
+_CPU_KV_TOKENS = 32 * 1024
+"""Nor more tokens than this, however small they are."""
+_CUDA_KV_SHARE = 0.8
+"""Share of a GPU's free memory that the KV cache takes, when the weights are still to be loaded."""
+_CPU_STEP_TOKENS = 256
+"""Step budget on a CPU: a quarter of a second a core for the default model. Larger steps are no faster
+there, and hold up decodes for longer."""
+_CUDA_STEP_TOKENS = 2048
+_WEIGHT_VERSION = "default"
+"""vLLM's name for the weights that an engine starts with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What options, checkpoint and device come to."""
+
+    dtype: str
+    device: str
+    threads: int
+    num_blocks: int
+    max_tokens: int
+    step_tokens: int
+
+
+def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple[Door, ZmqPublisher | None]:
+    """Load everything: the door, and the publisher if there are KV events; neither is started.
+
+    Raises ConfigError, ModelError, EnvironmentProblem. `on_failure` is called in the event loop's thread
+    when a step has failed.
+    """
+    directory = tiny.make_directory() if options.model == TINY else ensure_model(options.model)
+    config = read_config(directory)
+    sizes = resolve(options, config)
+    tokenizer = Tokenizer.load(directory)
+    template = ChatTemplate.load(directory, tokenizer)
+    publisher, sources = _publisher(options)
+    pool = BlockPool(sizes.num_blocks, options.block_size)
+    scheduler = Scheduler(
+        pool,
+        max_sequences=options.max_num_seqs,
+        step_tokens=sizes.step_tokens,
+        max_tokens=sizes.max_tokens,
+    )
+    metrics = EngineMetrics(
+        options.name, scheduler, dropped_batches=lambda: publisher.dropped if publisher else 0
+    )
+    engine = Engine(
+        _load(options, directory, config, sizes),
+        scheduler,
+        metrics=metrics,
+        events=publisher or NullPublisher(),
+        namespace=_namespace(options, sizes),
+        on_failure=on_failure,
+    )
+    limits = Limits(options.name, sizes.max_tokens, config.vocab, frozenset(config.eos_token_ids))
+    reader = RequestReader(limits, tokenizer, template, seed=options.seed)
+    return Door(engine, reader, metrics, sources, options.enable_dev_mode), publisher
+
+
+def resolve(options: EngineOptions, config: ModelConfig) -> Sizes:
+    """Decide what the options leave open. Raises ConfigError naming the flags that do not go together."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here")
+    dtype = config.dtype if options.dtype == "auto" else options.dtype
+    if dtype not in DTYPES:
+        log.warning("the checkpoint's %s is computed in bfloat16", dtype)
+        dtype = "bfloat16"
+    context = options.max_model_len or config.max_positions
+    if context > config.max_positions:
+        raise ConfigError(f"--max-model-len {context}: the model's positions end at {config.max_positions}")
+    num_blocks = options.num_gpu_blocks_override or _blocks_for_memory(
+        options, config, dtype, device, context
+    )
+    room = num_blocks * options.block_size
+    if room < context and options.max_model_len is not None:
+        raise ConfigError(
+            f"--max-model-len {context}: the KV cache holds {room} tokens "
+            f"({num_blocks} blocks of {options.block_size}); raise --kv-blocks or lower --max-model-len"
+        )
+    if room < context:
+        log.warning("the KV cache holds %d tokens: the context is cut from %d to that", room, context)
+    step_tokens = options.max_num_batched_tokens
+    if step_tokens is None:
+        step_tokens = max(_CUDA_STEP_TOKENS if device == "cuda" else _CPU_STEP_TOKENS, options.max_num_seqs)
+    if step_tokens < options.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {step_tokens} is less than --max-num-seqs {options.max_num_seqs}: "
+            "a step must hold one token of each sequence"
+        )
+    return Sizes(
+        dtype=dtype,
+        device=device,
+        threads=options.threads or _default_threads(),
+        num_blocks=num_blocks,
+        max_tokens=min(context, room),
+        step_tokens=step_tokens,
+    )
+
+
+def _blocks_for_memory(
+    options: EngineOptions, config: ModelConfig, dtype: str, device: str, context: int
+) -> int:
+    """As many blocks as fit, but no more than all sequences together can fill."""
+    token_bytes: int = 2 * config.layers * config.kv_heads * config.head_dim * DTYPES[dtype].itemsize
+    if device == "cuda":
+        free_bytes: int = torch.cuda.mem_get_info()[0]
+        tokens = int(_CUDA_KV_SHARE * (free_bytes - _weight_bytes(options)) / token_bytes)
+    else:
+        tokens = min(_CPU_KV_BYTES // token_bytes, _CPU_KV_TOKENS)
+    useful = options.max_num_seqs * -(-context // options.block_size)
+    return max(1, min(tokens // options.block_size, useful))
+
+
+def _weight_bytes(options: EngineOptions) -> int:
+    return sum(path.stat().st_size for path in Path(options.model).glob("*.safetensors"))
+
+
+def _default_threads() -> int:
+    """What OMP_NUM_THREADS says, else the cores that this process may run on."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else len(os.sched_getaffinity(0))
+
+
+def _load(options: EngineOptions, directory: Path, config: ModelConfig, sizes: Sizes) -> Model:
+    make = partial(Model.load, directory)
+    if options.model == TINY:
+        make = partial(Model.random, config, seed=options.seed)
+    model = make(
+        dtype=sizes.dtype,
+        device=sizes.device,
+        block_tokens=options.block_size,
+        num_blocks=sizes.num_blocks,
+        threads=sizes.threads,
+    )
+    _warm_up(model, sizes)
+    return model
+
+
+def _warm_up(model: Model, sizes: Sizes) -> None:
+    """Compute a full step and a decode, so that the first request does not pay for what torch sets up once.
+
+    What this leaves in the blocks is overwritten before it is ever read: no block is known to hold anything.
+    """
+    count = min(sizes.step_tokens, sizes.num_blocks * model.block_tokens)
+    table = list(range(-(-count // model.block_tokens)))
+    model.forward(StepBatch([SequenceStep([0] * count, 0, table, [count - 1])]))
+    model.forward(StepBatch([SequenceStep([0], count - 1, table, [0])]))
+
+
+def _namespace(options: EngineOptions, sizes: Sizes) -> str:
+    """Everything beside tokens and salt that makes KV differ (see `core.content`)."""
+    parts = [f"model={options.name}", f"weights={_WEIGHT_VERSION}", f"dtype={sizes.dtype}"]
+    return ";".join([*parts, f"block={options.block_size}"])
+
+
+def _publisher(options: EngineOptions) -> tuple[ZmqPublisher | None, KVEventsConfig]:
+    """The publisher, if one is wanted, and its configuration with the ports that were bound."""
+    config = options.kv_events
+    if not config.enable_kv_cache_events or config.publisher != "zmq":
+        return None, config
+    publisher = ZmqPublisher(config, host=options.host)
+    bound = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    return publisher, msgspec.structs.replace(config, **bound)
