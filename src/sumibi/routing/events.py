@@ -186,6 +186,13 @@ class KeysAdded(msgspec.Struct, frozen=True, tag=True):
     keys: list[int]
 
 
+class KeysCopied(msgspec.Struct, frozen=True, tag=True):
+    """Blocks known from another tier are now in `tier` too."""
+
+    tier: str
+    keys: list[int]
+
+
 class KeysRemoved(msgspec.Struct, frozen=True, tag=True):
     """Blocks no longer in `tier`."""
 
@@ -199,7 +206,7 @@ class TierCleared(msgspec.Struct, frozen=True, tag=True):
     tier: str
 
 
-Change = KeysAdded | KeysRemoved | TierCleared
+Change = KeysAdded | KeysCopied | KeysRemoved | TierCleared
 
 
 class Residency(Event, frozen=True):

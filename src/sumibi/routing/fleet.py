@@ -13,6 +13,7 @@ from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import EndpointUp, Grade, Signals
+from sumibi.routing.feed import Feed
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.learning import Factors, Learner
 from sumibi.routing.ledger import Load, Owner, inflight_since
@@ -60,12 +61,12 @@ class Endpoint:
         "emitted_grade",
         "engine_block_tokens",
         "epoch",
+        "feed",
         "foreign_running",
         "foreign_t",
         "foreign_waiting",
         "grade",
         "has_events",
-        "has_replay",
         "holders",
         "kv_tokens",
         "learner",
@@ -96,7 +97,8 @@ class Endpoint:
         """When it last refused or broke a connection, if nothing was heard of it since."""
         self.grade = Grade.APPROXIMATE
         self.emitted_grade: Grade | None = None
-        self.has_events = self.has_replay = False
+        self.has_events = False
+        """Its KV events arrive at present."""
         self.engine_block_tokens: int | None = None
         self.kv_tokens: int | None = None
         self.max_sequences: int | None = None
@@ -105,6 +107,8 @@ class Endpoint:
         self.load = Load()
         self.busy = BusyPeriod()
         self.recall = Recall(index, config.recall_blocks)
+        self.feed: Feed | None = None
+        """What its KV events said; stays if they stop for a while."""
         self.holders = 1 << self.recall.holder
         """Bit set of the holders in the index whose blocks spare a prefill here."""
         self.signals: Signals | None = None
@@ -116,7 +120,22 @@ class Endpoint:
 
     def resident_blocks(self) -> int:
         """Blocks believed to be in its device cache."""
-        return self._index.blocks(self.recall.holder)
+        known = self._index.blocks(self.recall.holder)
+        return known + self._index.blocks(self.feed.device) if self.feed is not None else known
+
+    def attach(self, feed: Feed) -> None:
+        """Its KV events are followed from now on."""
+        if self.feed is not None:
+            self.feed.close()
+        self.feed = feed
+        self.holders = 1 << self.recall.holder | 1 << feed.device
+
+    def judge(self) -> Grade:
+        """How well its cache is known now."""
+        if self.suspect is not None:
+            return Grade.NONE
+        exact = self.has_events and self.feed is not None and self.feed.complete
+        return Grade.EXACT if exact else Grade.APPROXIMATE
 
     def observe_load(self, signals: Signals) -> None:
         """Take a scrape: what it shows beyond our own requests is foreign."""
@@ -165,6 +184,8 @@ class Endpoint:
         self.busy.reset(None)
         self.foreign_running = self.foreign_waiting = 0.0
         self.recall.clear()
+        if self.feed is not None:
+            self.feed.forget()
 
 
 class Model:
@@ -210,7 +231,6 @@ class Fleet:
             factors = self._factors.setdefault(latency, Factors())
             endpoint.learner = Learner(latency, factors)
             endpoint.typical_prefill_s = latency.prefill_s(TYPICAL_PROMPT_TOKENS)
-        endpoint.has_events, endpoint.has_replay = event.has_events, event.has_replay
         endpoint.engine_block_tokens = event.engine_block_tokens
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
         for name in endpoint.models:
@@ -231,7 +251,10 @@ class Fleet:
         """Forget it altogether. Models stay known, with their block size and usual output."""
         for name in endpoint.models:
             self._unserve(name, endpoint)
-        self._index.remove_holder(endpoint.recall.holder)
+        endpoint.recall.close()
+        if endpoint.feed is not None:
+            endpoint.feed.close()
+        endpoint.load = Load()
         del self.endpoints[endpoint.name]
 
     def candidates(self, model: str, excluded: str | None = None) -> list[Endpoint]:

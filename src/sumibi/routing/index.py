@@ -80,8 +80,11 @@ class BlockIndex:
         slot = self._slots.get(key)
         return slot is not None and bool(self._held[slot] >> holder & 1)
 
-    def add(self, holder: int, parent: int | None, keys: Iterable[int]) -> None:
-        """`holder` has the chain `keys` hanging from `parent` (None: the empty prefix). Idempotent."""
+    def add(self, holder: int, parent: int | None, keys: Sequence[int]) -> int:
+        """`holder` has the chain `keys` hanging from `parent` (None: the empty prefix). Idempotent.
+
+        Returns how many of them were left out because the index is full.
+        """
         bit = 1 << holder
         slots, held, run = self._slots, self._held, self._run
         above = _NONE
@@ -89,16 +92,15 @@ class BlockIndex:
             found = slots.get(parent)
             if found is None:
                 if len(slots) >= self._limit:
-                    self.refused_blocks += sum(1 for _ in keys)
-                    return
+                    return self._refuse(len(keys))
                 found = self._new(parent, _UNKNOWN)
             above = found
-        added = 0
-        for key in keys:
+        added = refused = 0
+        for i, key in enumerate(keys):
             slot = slots.get(key)
             if slot is None:
                 if len(slots) >= self._limit:
-                    self.refused_blocks += 1
+                    refused = self._refuse(len(keys) - i)
                     break
                 slot = self._new(key, above)
             elif self._parent[slot] == _UNKNOWN:
@@ -117,6 +119,22 @@ class BlockIndex:
         self._counts[holder] += added
         if above >= 0 and not held[above]:
             self._prune(above)
+        return refused
+
+    def copy(self, holder: int, keys: Iterable[int]) -> int:
+        """`holder` has these blocks too; their place is known if another holder has them.
+
+        Returns how many were left out because no other has them.
+        """
+        refused = 0
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None or self._parent[slot] == _UNKNOWN:
+                refused += self._refuse(1)
+                continue
+            above = self._parent[slot]
+            self.add(holder, None if above == _NONE else self._key[above], (key,))
+        return refused
 
     def remove(self, holder: int, keys: Iterable[int]) -> None:
         """`holder` no longer has these blocks. What it does not hold is passed over."""
@@ -175,6 +193,10 @@ class BlockIndex:
             stack.append((low, at_low, middle, at_middle))
             stack.append((middle, at_middle, high, at_high))
         return levels
+
+    def _refuse(self, blocks: int) -> int:
+        self.refused_blocks += blocks
+        return blocks
 
     def _new(self, key: int, parent: int) -> int:
         if self._free:

@@ -44,6 +44,11 @@ class Recall:
         self._used.clear()
         self._index.clear(self.holder)
 
+    def close(self) -> None:
+        """Leave the index for good."""
+        self._used.clear()
+        self._index.remove_holder(self.holder)
+
     def _forget_oldest(self) -> None:
         oldest, _ = self._used.popitem(last=False)
         self._index.remove(self.holder, (oldest,))

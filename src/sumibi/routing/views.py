@@ -1,9 +1,13 @@
-"""What the router shows: of its fleet and of what it counted. Plain data, made on request."""
+"""What the router shows: its endpoints, and what it counted. Plain data, made on request."""
 
 import msgspec
 
 from sumibi.core.latency import LatencyModel
+from sumibi.routing.counters import Counters
 from sumibi.routing.events import Grade
+from sumibi.routing.fleet import Endpoint
+
+__all__ = ["Counters", "EndpointView", "view"]
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,40 +57,43 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     decode_factor: float
 
 
-class Counters(msgspec.Struct, kw_only=True):
-    """Since the router was made, except where it says `now`."""
-
-    decisions: int = 0
-    retries: int = 0
-    refused: dict[str, int] = {}
-    """By reason."""
-    finished: dict[str, int] = {}
-    """Attempts by reason."""
-    requests_now: int = 0
-    waiting_now: int = 0
-    """Requests that wait for an endpoint of their model."""
-    stale_events: int = 0
-    """Events for requests, endpoints or replays that are over: ignored."""
-    index_blocks_now: int = 0
-    index_bytes_now: int = 0
-    """Estimate."""
-    index_refused_blocks: int = 0
-    """Blocks left out because the index was full."""
-    batches: int = 0
-    """KV event batches applied."""
-    batches_repeated: int = 0
-    """Seen before: ignored."""
-    skipped_events: int = 0
-    """KV events without effect: unknown kind, unknown block, other attention groups."""
-    orphan_blocks_now: int = 0
-    """Stored blocks whose parent is not known (yet)."""
-    orphans_dropped: int = 0
-    replays_asked: int = 0
-    replays_failed: int = 0
-    lives: int = 0
-    """Restarts of engines noticed."""
-    suspicions: int = 0
-    predicted_cached_tokens: int = 0
-    """Of finished requests whose engine reported cached tokens, like the next two."""
-    actual_cached_tokens: int = 0
-    reported_prompt_tokens: int = 0
+def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
+    """`e` as it is known at `t`; `block_tokens` is the routing block of its model."""
+    running, waiting = e.foreign(t)
+    resident = e.resident_blocks()
+    free = None
+    if e.kv_tokens is not None:
+        free = max(0, e.kv_tokens - resident * block_tokens - e.load.prefill_tokens)
+    scraped = e.signals
+    return EndpointView(
+        endpoint=e.name,
+        models=list(e.models),
+        up=e.up,
+        grade=e.grade,
+        suspect=e.suspect,
+        reachable=e.unreachable_t is None,
+        epoch=e.epoch,
+        has_events=e.has_events,
+        last_sequence=e.feed.sequence.last if e.feed is not None else None,
+        blocks=resident,
+        block_tokens=block_tokens,
+        kv_tokens=e.kv_tokens,
+        free_tokens=free,
+        max_sequences=e.max_sequences,
+        inflight=e.load.inflight,
+        prefilling=len(e.load.prefills),
+        decoding=e.load.decodes,
+        prefill_tokens=e.load.prefill_tokens,
+        wait_s=e.prefill_left_s(t),
+        foreign_running=running,
+        foreign_waiting=waiting,
+        running=scraped.running if scraped else None,
+        waiting=scraped.waiting if scraped else None,
+        kv_usage=scraped.kv_usage if scraped else None,
+        scraped_t=scraped.scraped_t if scraped else None,
+        dispatched=e.dispatched,
+        latency=e.learner.model,
+        fixed_factor=e.learner.fixed_factor,
+        work_factor=e.learner.work_factor,
+        decode_factor=e.learner.decode_factor,
+    )

@@ -1,0 +1,100 @@
+"""What KV events say of one endpoint's cache: batches put in order, turned into keys, kept in the index.
+
+Joins `sequence` (which batches count), `source` (what they mean) and the index (who holds what). The device
+is a holder in the index; every lower tier that reports is a holder of its own, tracked but not yet worth
+anything to the cost.
+"""
+
+from sumibi.core.kvevents import EventBatch
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.counters import Counters
+from sumibi.routing.events import Change, KeysAdded, KeysCopied, KeysRemoved, TierCleared
+from sumibi.routing.index import BlockIndex
+from sumibi.routing.sequence import Sequence
+from sumibi.routing.source import DEVICE, Source
+
+LAG_START_S = 1.0
+LAG_BOUNDS_S = (0.1, 5.0)
+"""Within these, how long after a prefill its blocks are expected to be announced is learnt."""
+
+
+class Feed:
+    """One endpoint's KV events and what is known from them."""
+
+    __slots__ = ("_count", "_index", "_tiers", "device", "lag_s", "left_out", "sequence", "source")
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        config: RouterConfig,
+        count: Counters,
+        models: list[str],
+        block_tokens: int,
+    ) -> None:
+        self._index = index
+        self._count = count
+        self.sequence = Sequence(config, count)
+        self.source = Source(
+            models[0],
+            models,
+            block_tokens,
+            count,
+            max_device_blocks=config.max_index_blocks,
+            max_lower_tier_blocks=config.max_lower_tier_blocks,
+            max_orphan_blocks=config.max_orphan_blocks,
+        )
+        self.device = index.new_holder()
+        self._tiers = {DEVICE: self.device}
+        self.left_out = 0
+        """Blocks that the index had no room for."""
+        self.lag_s = LAG_START_S
+        """How long after a prefill its blocks may be announced."""
+
+    @property
+    def complete(self) -> bool:
+        """The index equals the cache, up to the events' delay."""
+        return self.sequence.complete and not self.left_out
+
+    def read(self, batch: EventBatch) -> list[Change]:
+        """What a batch changes. Nothing is changed yet."""
+        self._count.batches += 1
+        self._count.skipped_events += batch.skipped
+        return self.source.apply(batch.events)
+
+    def change(self, changes: list[Change]) -> None:
+        """Take changes into the index."""
+        index = self._index
+        for change in changes:
+            holder = self._tiers.get(change.tier)
+            if holder is None:
+                holder = self._tiers[change.tier] = index.new_holder()
+            match change:
+                case KeysAdded(_, parent, keys):
+                    left_out = index.add(holder, parent, keys)
+                    self.left_out += left_out if holder == self.device else 0
+                case KeysCopied(_, keys):
+                    index.copy(holder, keys)
+                case KeysRemoved(_, keys):
+                    index.remove(holder, keys)
+                case TierCleared(tier):
+                    index.clear(holder)
+                    if tier == DEVICE:
+                        self.sequence.cleared()
+                        self.left_out = 0
+
+    def learn_lag(self, lag_s: float) -> None:
+        """Blocks were announced `lag_s` after their prefill ended: expect up to twice that, fading slowly."""
+        low, high = LAG_BOUNDS_S
+        self.lag_s = min(max(0.9 * self.lag_s, 2 * lag_s, low), high)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.source.clear()
+        self.left_out = 0
+        for holder in self._tiers.values():
+            self._index.clear(holder)
+
+    def close(self) -> None:
+        """Leave the index for good."""
+        for holder in self._tiers.values():
+            self._index.remove_holder(holder)

@@ -1,0 +1,76 @@
+"""One request inside the router, from its arrival to its end."""
+
+from enum import Enum
+
+from sumibi.routing.decisions import Candidate
+from sumibi.routing.events import Arrived, PromptGrade
+from sumibi.routing.fleet import Endpoint
+from sumibi.routing.ledger import Load, Owner
+
+
+class State(Enum):
+    """Where a request is."""
+
+    ARRIVED = "arrived"
+    """Known, nothing decided."""
+    WAITING = "waiting"
+    """For an endpoint of its model."""
+    RUNNING = "running"
+    """Placed: it holds a reservation."""
+
+
+class Attempt:
+    """One placement of a request: where, on what grounds, and how far it is."""
+
+    __slots__ = (
+        "candidate",
+        "decision",
+        "dispatched_t",
+        "endpoint",
+        "first_token_t",
+        "life",
+        "number",
+        "settled_by_t",
+    )
+
+    def __init__(self, number: int, endpoint: Endpoint, candidate: Candidate, decision: str) -> None:
+        self.number = number
+        self.endpoint = endpoint
+        self.life: Load = endpoint.load
+        """The life of the endpoint that it was placed in."""
+        self.candidate = candidate
+        self.decision = decision
+        self.dispatched_t: float | None = None
+        self.first_token_t: float | None = None
+        self.settled_by_t: float | None = None
+        """After its end: until when its blocks may still be announced."""
+
+    @property
+    def current(self) -> bool:
+        """The process that it was sent to still serves there."""
+        return self.life is self.endpoint.load
+
+
+class Request:
+    """A request and its last attempt."""
+
+    __slots__ = ("attempt", "deadline_t", "event", "owner", "state")
+
+    def __init__(self, event: Arrived, owner: Owner) -> None:
+        self.event = event
+        self.owner = owner
+        self.state = State.ARRIVED
+        self.deadline_t = 0.0
+        """While it waits: when it is refused."""
+        self.attempt: Attempt | None = None
+
+    def running(self, number: int) -> Attempt | None:
+        """The attempt with this number, if it is the one under way."""
+        attempt = self.attempt
+        if self.state is State.RUNNING and attempt is not None and attempt.number == number:
+            return attempt
+        return None
+
+    def announced(self, endpoint: Endpoint) -> bool:
+        """Whether KV events of `endpoint` will tell of this prompt's blocks."""
+        return endpoint.has_events and self.event.prompt_grade is not PromptGrade.APPROXIMATE
