@@ -184,3 +184,19 @@ class SegmentStore:
             self.dropped += segment.notes
             if parent in order and not parent.children and parent.last_use <= segment.last_use:
                 order.move_to_end(parent, last=False)  # it was kept for this one's sake: now it is next
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the books are wrong; for tests, linear in the size of the store."""
+        assert self.bytes == sum(segment.size_bytes for segment in self._order)
+        assert self.bytes <= self._limit_bytes
+        reached = 0
+        waiting = [self._top]
+        while waiting:
+            at = waiting.pop()
+            for name, child in at.children.items():
+                assert child in self._order
+                assert child.parent is at
+                assert child.name == name
+                reached += 1
+                waiting.append(child)
+        assert reached == len(self._order)
