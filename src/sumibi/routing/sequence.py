@@ -257,8 +257,8 @@ class Sequence:
 
     def _hold(self, event: EngineBatch) -> None:
         if len(self._held) >= self._config.max_buffered_batches:
+            self._count.batches_dropped += len(self._held)
             self._held.clear()
-            self._count.batches_dropped += 1
         self._held[event.batch.seq] = event
 
     def _ask(self, seq: int | None, t: float, step: Step) -> None:

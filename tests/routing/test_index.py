@@ -1,0 +1,139 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sumibi.routing.index import BLOCK_BYTES, BlockIndex
+
+# A small forest: block key -> the block before it. Keys are not chained hashes here; the index does not care.
+PARENTS = {1: None, 2: 1, 3: 2, 4: 3, 5: 2, 6: 5, 7: None, 8: 7}
+PATHS = [[1, 2, 3, 4], [1, 2, 5, 6], [7, 8], [1, 2], [1, 2, 3, 99]]
+
+
+def scan(held, keys, holder):
+    """The oracle: blocks of a prompt that a holder has without a break from the root."""
+    run = 0
+    for key in keys:
+        if (holder, key) not in held:
+            break
+        run += 1
+    return run
+
+
+def lengths(index, keys, holders):
+    found = dict.fromkeys(range(holders), 0)
+    for blocks, here in index.match(keys, len(keys), (1 << holders) - 1):
+        for holder in range(holders):
+            if here >> holder & 1:
+                found[holder] = blocks
+    return found
+
+
+changes = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "remove", "clear"]),
+        st.integers(0, 2),
+        st.sampled_from([*PARENTS]),
+    ),
+    max_size=60,
+)
+
+
+@given(changes)
+@settings(max_examples=300, deadline=None)
+def test_runs_equal_a_scan_from_the_root_whatever_comes_and_goes(changes):
+    index, held = BlockIndex(1000), set()
+    for _ in range(3):
+        index.new_holder()
+    for what, holder, key in changes:
+        if what == "add":
+            index.add(holder, PARENTS[key], [key])
+            held.add((holder, key))
+        elif what == "remove":
+            index.remove(holder, [key])
+            held.discard((holder, key))
+        else:
+            index.clear(holder)
+            held = {(h, k) for h, k in held if h != holder}
+        index.check_integrity()
+    for path in PATHS:
+        assert lengths(index, path, 3) == {h: scan(held, path, h) for h in range(3)}
+    assert [index.blocks(h) for h in range(3)] == [sum(h == holder for h, _ in held) for holder in range(3)]
+
+
+def test_bisection_finds_every_holder_on_a_long_prompt():
+    index, keys = BlockIndex(10_000), list(range(1, 1564))
+    ends = [0, 1, 2, 700, 781, 782, 1562, 1563]
+    for end in ends:
+        index.add(index.new_holder(), None, keys[:end])
+    assert lengths(index, keys, len(ends)) == dict(enumerate(ends))
+
+
+def test_a_match_is_limited_to_the_length_asked_for():
+    index = BlockIndex(10)
+    index.add(index.new_holder(), None, [1, 2, 3])
+    assert index.match([1, 2, 3], 2, 1) == [(2, 1)]
+    assert index.match([1, 2, 3], 0, 1) == []
+
+
+def test_the_same_tokens_after_another_prefix_are_no_match():
+    """F29: keys are chained, so a block is found only behind its own prefix."""
+    index = BlockIndex(10)
+    index.add(index.new_holder(), 5, [6])
+    assert index.match([6], 1, 1) == []
+
+
+def test_a_full_index_leaves_new_blocks_out_and_says_how_many():
+    """F14, F32: bounded, whatever is stored."""
+    index = BlockIndex(4)
+    holder = index.new_holder()
+    assert index.add(holder, None, [1, 2, 3]) == 0
+    assert index.add(holder, None, [11, 12, 13]) == 2
+    assert index.add(holder, 77, [78]) == 1
+    assert (len(index), index.refused_blocks, index.blocks(holder)) == (4, 3, 4)
+    index.remove(holder, [1, 2, 3])
+    assert index.add(holder, 11, [12, 13]) == 0
+    index.check_integrity()
+
+
+def test_endless_distinct_prompts_leave_nothing_behind():
+    """F32."""
+    index = BlockIndex(100_000)
+    holder = index.new_holder()
+    for start in range(0, 20_000, 20):
+        index.add(holder, None, range(start, start + 20))
+        index.remove(holder, range(start + 19, start - 1, -1))
+    assert len(index) == 0
+    assert index.estimated_bytes == 0
+
+
+def test_a_removed_holder_s_number_comes_back_empty():
+    index = BlockIndex(100)
+    first, second = index.new_holder(), index.new_holder()
+    index.add(first, None, [1, 2])
+    index.add(second, None, [1])
+    index.remove_holder(first)
+    assert index.new_holder() == first
+    assert index.match([1, 2], 2, 0b11) == [(1, 1 << second)]
+    assert len(index) == 1
+
+
+@pytest.mark.parametrize("holders", [1, 70])
+def test_more_than_64_holders_share_a_block(holders):
+    index = BlockIndex(100)
+    for _ in range(holders):
+        index.add(index.new_holder(), None, [1])
+    assert index.match([1], 1, (1 << holders) - 1) == [(1, (1 << holders) - 1)]
+
+
+def test_an_entry_takes_about_what_is_estimated():
+    import tracemalloc
+
+    tracemalloc.start()
+    index = BlockIndex(1_000_000)
+    holder = index.new_holder()
+    before = tracemalloc.get_traced_memory()[0]
+    for start in range(0, 60_000, 100):
+        index.add(holder, None, [(start + i) * 0x9E3779B97F4A7C15 % 2**64 for i in range(100)])
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert taken / len(index) < 1.3 * BLOCK_BYTES
