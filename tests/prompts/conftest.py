@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -14,6 +15,10 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+# The same examples every time, and no opinion about how long one may take.
+settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.load_profile("deterministic")
 
 CORPUS = [
     "the cache holds blocks of tokens, each named by a chain of hashes of what came before",

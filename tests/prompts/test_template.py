@@ -4,7 +4,7 @@ import json
 from datetime import datetime
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sumibi.core.errors import BadRequest, ModelError
@@ -41,6 +41,7 @@ def test_renders_as_transformers(checkpoint, habit, transformers_tokenizer, conv
 
     thinking = st.sampled_from([{}, {"enable_thinking": False}])
 
+    @settings(max_examples=60)
     @given(conversations(), st.sampled_from([None, [], TOOLS]), st.booleans(), thinking)
     def check(conversation, tools, generation, arguments):
         sent, seen = conversation
@@ -56,6 +57,7 @@ def test_renders_as_transformers(checkpoint, habit, transformers_tokenizer, conv
 def test_messages_are_not_changed_by_rendering(checkpoint, habit, conversations):
     template = ChatTemplate.load(checkpoint("byte-level", habit))
 
+    @settings(max_examples=20)
     @given(conversations())
     def check(conversation):
         before = json.dumps(conversation[0])
@@ -83,6 +85,7 @@ def test_a_final_message_is_continued_as_transformers_does(
 def test_the_default_model_renders_as_transformers(smollm2, transformers_tokenizer, conversations):
     template, oracle = ChatTemplate.load(smollm2), transformers_tokenizer(smollm2)
 
+    @settings(max_examples=60)
     @given(conversations(), st.booleans())
     def check(conversation, generation):
         sent, seen = conversation

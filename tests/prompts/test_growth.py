@@ -1,0 +1,116 @@
+"""Only templates that let text grow at its end are proved, and for those the new text is what is missing."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sumibi.prompts.growth import HEAD_MESSAGES, Growth, Rendering, seam_of
+from sumibi.prompts.template import ChatTemplate
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+@pytest.fixture
+def template(checkpoint, habit):
+    return ChatTemplate.load(checkpoint("byte-level", habit))
+
+
+def test_proofs_are_given_to_append_only_templates(template, habit, append_only):
+    growth = Growth(template)
+    for tools in (None, TOOLS):
+        proof = growth.proof(Rendering(tools, {}, True))
+        assert (proof is not None) == (habit in append_only)
+
+
+def test_a_proof_holds_for_other_conversations(template, habit, append_only, conversations):
+    if habit not in append_only:
+        return
+    growth = Growth(template)
+
+    @settings(max_examples=50)
+    @given(
+        conversations(),
+        st.data(),
+        st.sampled_from([None, TOOLS]),
+        st.sampled_from([{}, {"enable_thinking": False}]),
+    )
+    def check(conversation, data, tools, arguments):
+        messages, _ = conversation
+        if len(messages) < 2:
+            return
+        known = data.draw(st.integers(1, len(messages) - 1))
+        proof = growth.proof(Rendering(tools, arguments, True))
+        seam = [messages[index] for index in seam_of(messages[:HEAD_MESSAGES], known)]
+        grown = growth.grown(seam, messages[known:], Rendering(tools, arguments, True))
+        before = template.render(messages[:known], tools=tools, add_generation_prompt=False, **arguments)
+        whole = template.render(messages, tools=tools, **arguments)
+        assert before + grown == whole
+        assert whole.endswith(proof.generation_prompt)
+
+    check()
+
+
+BASE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+EACH = "{% for m in messages %}{{ m.content }}"
+HABITS = {
+    "adds the number of messages": BASE + "{{ messages | length }}",
+    "marks the last message": EACH + "{% if loop.last %}!{% endif %}{% endfor %}",
+    "marks even turns": EACH + "{% if loop.index is even %}!{% endif %}{% endfor %}",
+    "shows only the last messages": "{% for m in messages[-4:] %}{{ m.content }}{% endfor %}",
+    "repeats the last user message": (
+        BASE + "{{ (messages | selectattr('role', 'eq', 'user') | list | last).content }}"
+    ),
+    "remembers whether a tool was ever used": (
+        "{% set ns = namespace(tool=false) %}"
+        + EACH
+        + "{% if m.role == 'tool' %}{% set ns.tool = true %}{% endif %}"
+        "{% if ns.tool and m.role == 'user' %}!{% endif %}{% endfor %}"
+    ),
+    "prompts by the last role": BASE + "{% if add_generation_prompt %}{{ messages[-1].role }}{% endif %}",
+    "refuses everything": "{{ raise_exception('no') }}",
+    "wants one message": EACH + "{% if not loop.last %}{{ raise_exception('one') }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", HABITS.values(), ids=HABITS.keys())
+def test_no_proof_for_a_template_that(source):
+    assert Growth(ChatTemplate({"default": source})).proof(Rendering(None, {}, True)) is None
+
+
+def test_a_template_may_be_append_only_for_some_arguments():
+    source = BASE + "{% if count is defined %}{{ messages | length }}{% endif %}"
+    growth = Growth(ChatTemplate({"default": source}))
+    assert growth.proof(Rendering(None, {}, True)) is not None
+    assert growth.proof(Rendering(None, {"count": True}, True)) is None
+
+
+def test_proofs_are_bounded():
+    growth = Growth(ChatTemplate({"default": BASE}))
+    given = [growth.proof(Rendering(None, {"x": number}, True)) for number in range(40)]
+    assert [proof is not None for proof in given] == 32 * [True] + 8 * [False]
+    assert growth.proof(Rendering(None, {"x": 0}, True)) is not None
+
+
+def test_roles_that_no_script_has_are_not_grown():
+    growth = Growth(ChatTemplate({"default": BASE}))
+    rendering = Rendering(None, {}, True)
+    user, other = {"role": "user", "content": "a"}, {"role": "developer", "content": "b"}
+    assert growth.grown([user], [user], rendering) == "<|user|>a"
+    assert growth.grown([user], [other], rendering) is None
+
+
+@pytest.mark.parametrize(
+    ("roles", "known", "seam"),
+    [
+        ("su", 2, [0, 1]),
+        ("sua", 3, [0, 1, 2]),
+        ("sua", 9, [0, 1, 8]),
+        ("uau", 9, [0, 8]),
+        ("sua", 1, [0]),
+        ("saa", 3, [0, 2]),
+        ("u", 1, [0]),
+    ],
+)
+def test_the_head_and_the_last_message_stand_in(roles, known, seam):
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    assert seam_of([{"role": names[role]} for role in roles], known) == seam
