@@ -1,13 +1,20 @@
-"""A model without arithmetic, and a loop without threads: what scheduler tests run on."""
+"""Two stands: the scheduler on a model without arithmetic, and a whole engine with the tiny model."""
 
+import asyncio
+import json
+import re
+import threading
 from zlib import crc32
 
+import httpx
 import pytest
 
 from sumibi.core.content import content_root
 from sumibi.engine.blocks import BlockPool
+from sumibi.engine.options import EngineOptions, KVEventsConfig
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import SamplingParams, Sequence
+from sumibi.engine.server import listen, serve
 
 VOCABULARY = 50
 
@@ -119,3 +126,75 @@ def make_runner():
 @pytest.fixture(scope="session")
 def oracle():
     return continuation
+
+
+class Served:
+    """An engine with the tiny model in a thread of this process, on a port of its own."""
+
+    def __init__(self, **options):
+        kv_events = KVEventsConfig(
+            enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", topic="kv@tiny"
+        )
+        defaults = {"dtype": "float32", "threads": 1, "enable_dev_mode": True, "shutdown_grace_s": 5}
+        self._options = EngineOptions("tiny", port=0, kv_events=kv_events, **(defaults | options))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._ready = threading.Event()
+        self.exit_code = None
+
+    async def _serve(self):
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def ready(url):
+            self.url = url
+            self._ready.set()
+
+        self.exit_code = await serve(self._options, listen(self._options), stop=self._stop, ready=ready)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(30)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        return self
+
+    def __exit__(self, *error):
+        self.http.close()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+
+    def complete(self, prompt, **fields):
+        """A completion; returns the decoded answer."""
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def tokens(self, prompt, **fields):
+        """The token ids of a completion's first choice."""
+        return self.complete(prompt, **fields)["choices"][0]["token_ids"]
+
+    def stream(self, path, **body):
+        """The decoded events of a stream, `[DONE]` checked and left out."""
+        with self.http.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    def metric(self, name):
+        """The value of a metric that has one series."""
+        page = self.http.get("/metrics").text
+        (value,) = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)
+        return float(value)
+
+
+@pytest.fixture(scope="session")
+def make_served():
+    return Served
+
+
+@pytest.fixture(scope="session")
+def served():
+    """One engine for all tests that change nothing of it but what is cached."""
+    with Served() as engine:
+        yield engine

@@ -31,7 +31,7 @@ def main(options: EngineOptions) -> int:
     _use_huge_pages()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    listener = _listen(options)
+    listener = listen(options)
     with contextlib.closing(listener):
         import uvloop
 
@@ -51,7 +51,7 @@ def _use_huge_pages() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _listen(options: EngineOptions) -> socket.socket:
+def listen(options: EngineOptions) -> socket.socket:
     """Bind now, listen when the model is loaded. Raises EnvironmentProblem naming the flag."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
