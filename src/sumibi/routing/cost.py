@@ -12,9 +12,12 @@ pending  until blocks that another request is computing there are done. Its pref
 compute  prefill of the tokens that are neither there nor pending.
 delay    for those decoding there: each stands still while this prefill is computed, and each later step
          is longer by one sequence.
-evict    to recompute what this request pushes out of the cache. A cache that fills up by a fraction x will
-         have dropped what it holds now before it is wanted again with a chance taken as x; so tokens cost
-         their prefill times the fill they find, and the full price once nothing is free.
+evict    to recompute what this request pushes out of the cache: each token put where the fill is x (0..1)
+         costs x^2 prefills of a token, times how often a token once computed is wanted again (`reuse`,
+         learnt from the traffic: near 0 for one-shot prompts, many for agents). The square stands for the
+         chance that what fits today does not tomorrow, as those who are there grow; past the end of the
+         cache something is lost for certain. Full caches all cost the same, so this balances
+         conversations while there is room and protects them where there is none.
 
 Times come from the endpoint's own latency model as learnt so far.
 """
@@ -32,6 +35,7 @@ def price(
     pending_tokens: int,
     pending_s: float,
     output_tokens: float,
+    reuse: float,
     block_tokens: int,
 ) -> Candidate:
     """The cost of one request at one endpoint, now. `output_tokens` is what it is expected to generate."""
@@ -63,8 +67,8 @@ def price(
         needed = new + output_tokens
         used = min(endpoint.resident_blocks() * block_tokens + load.prefill_tokens, capacity)
         within = min(needed, capacity - used)
-        weight = within * (used + within / 2) / capacity + (needed - within)
-        evict_s = weight * work_factor * (start.b_s + start.q_s * needed / 2)
+        weight = ((used + within) ** 3 - used**3) / (3 * capacity**2) + (needed - within)
+        evict_s = reuse * weight * work_factor * (start.b_s + start.q_s * needed / 2)
 
     return Candidate(
         endpoint.name,

@@ -25,6 +25,13 @@ TYPICAL_RATE = 0.1
 """Rate at which usual prefill times and output lengths follow our own requests."""
 BUSY_PERIOD_PREFILLS = 8
 """Prefills in a busy period before it is closed and learnt from, though the endpoint is still busy."""
+REUSE_START, REUSE_START_TOKENS = 3.0, 20_000.0
+"""Until traffic says otherwise prompts are taken for agents' turns; it says so after some 20,000 tokens."""
+REUSE_LIMIT = 4.0
+"""A token that is lost is computed once more and is there again, unless the cache stays too small: however
+often it is wanted, only so many of these times are charged to the request that pushed it out."""
+REUSE_RATE = 0.01
+"""Weight of the last request in `Model.reuse`: it looks back on about a hundred."""
 SMALLEST_BLOCK_TOKENS = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
 
@@ -191,7 +198,15 @@ class Endpoint:
 class Model:
     """A model (or adapter) name and the endpoints that serve it."""
 
-    __slots__ = ("block_tokens", "decisions", "endpoints", "name", "output_tokens")
+    __slots__ = (
+        "_matched_tokens",
+        "_new_tokens",
+        "block_tokens",
+        "decisions",
+        "endpoints",
+        "name",
+        "output_tokens",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -201,6 +216,18 @@ class Model:
         self.decisions = 0
         self.output_tokens = 128.0
         """Tokens that a request is expected to generate: a running mean."""
+        self._new_tokens = REUSE_START_TOKENS
+        self._matched_tokens = REUSE_START * REUSE_START_TOKENS
+
+    @property
+    def reuse(self) -> float:
+        """How often a token once computed is found again, by the requests placed lately; at most a few."""
+        return min(self._matched_tokens / max(1.0, self._new_tokens), REUSE_LIMIT)
+
+    def observe_reuse(self, matched_tokens: int, new_tokens: int) -> None:
+        """A request was placed."""
+        self._matched_tokens += matched_tokens - REUSE_RATE * self._matched_tokens
+        self._new_tokens += new_tokens - REUSE_RATE * self._new_tokens
 
 
 class Fleet:

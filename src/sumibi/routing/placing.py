@@ -15,6 +15,7 @@ def candidates(
     *,
     block_tokens: int,
     output_tokens: float,
+    reuse: float,
     index: BlockIndex,
     computing: Computing,
 ) -> list[Candidate]:
@@ -44,6 +45,7 @@ def candidates(
                 pending_tokens=(reach - blocks) * block_tokens,
                 pending_s=pending_s,
                 output_tokens=output_tokens,
+                reuse=reuse,
                 block_tokens=block_tokens,
             )
         )

@@ -217,6 +217,7 @@ class Router:
             self._t,
             block_tokens=self._fleet.block_tokens(event.model),
             output_tokens=model.output_tokens,
+            reuse=model.reuse,
             index=self._index,
             computing=self._computing,
         )
@@ -237,6 +238,7 @@ class Router:
             pick=pick,
         )
         model.decisions += 1
+        model.observe_reuse(found[pick].matched_tokens, event.prompt_tokens - found[pick].matched_tokens)
         self._decisions[decision.id] = decision
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
