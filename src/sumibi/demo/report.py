@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _COLOURS = ("#c8553d", "#2f6690")
-"""Of the endpoints, in the order in which they first appear."""
+"""Of the replicas, in the order of their ports."""
 
 
 def write_json(path: Path, steps: Sequence[StepResult], claims: Sequence[Claim]) -> None:
@@ -99,7 +99,7 @@ def write_picture(path: Path, steps: Sequence[StepResult], claims: Sequence[Clai
     figure = plt.figure(figsize=(15, 11), layout="constrained")
     grid = figure.add_gridspec(3, 3, width_ratios=(3, 3, 1.6))
     early = [step for step in steps if step.phase < 7]
-    colours = {name: _COLOURS[i % 2] for i, name in enumerate(dict.fromkeys(s.endpoint for s in steps))}
+    colours = {name: _COLOURS[i % 2] for i, name in enumerate(sorted({s.endpoint for s in steps}))}
     axes = figure.add_subplot(grid[0, :])
     _bars(axes, early, colours, [f"{s.phase}: {s.step}" for s in early])
     axes.set_title("Phases 1-6: a prefix is computed once, then found", loc="left")

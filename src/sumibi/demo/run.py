@@ -51,11 +51,12 @@ def run_demo(model: str, out: Path, report: Report) -> Demonstration:
     tokenizer = Tokenizer.load(model_directory(model, report))
     texts = Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), SEED)
     busy = busy_request(texts)
+    port = _free_ports(_PORTS)
     steps: list[StepResult] = []
-    with _stack(model, "cost", AMPLE_KV_BLOCKS, report) as door:
+    with _stack(model, "cost", AMPLE_KV_BLOCKS, port, report) as door:
         steps += play(door, prefix_phases(texts), "cost", busy, report)
     for policy in POLICIES:
-        with _stack(model, policy, PRESSURE_KV_BLOCKS, report) as door:
+        with _stack(model, policy, PRESSURE_KV_BLOCKS, port, report) as door:
             steps += play(door, pressure_phase(texts), policy, busy, report)
     claims = judge(steps)
     write_json(out / "demo.json", steps, claims)
@@ -64,15 +65,14 @@ def run_demo(model: str, out: Path, report: Report) -> Demonstration:
 
 
 @contextmanager
-def _stack(model: str, policy: str, kv_blocks: int, report: Report) -> Iterator[Door]:
-    """A stack on free ports with everything anew, gone at the end of the block."""
-    first = _free_ports(_PORTS)
+def _stack(model: str, policy: str, kv_blocks: int, first_port: int, report: Report) -> Iterator[Door]:
+    """A stack with everything anew, gone at the end of the block."""
     flags: dict[KeyPath, object] = {
         ("model",): model,
-        ("engines", "first_port"): first,
+        ("engines", "first_port"): first_port,
         ("engines", "kv_blocks"): kv_blocks,
-        ("gateway", "port"): first + 2,
-        ("gateway", "admin_port"): first + 3,
+        ("gateway", "port"): first_port + 2,
+        ("gateway", "admin_port"): first_port + 3,
         ("gateway", "policy"): policy,
     }
     stack = load_stack(None, flags)

@@ -121,11 +121,7 @@ def _engine(
             *(() if engines.max_model_len is None else ("--max-model-len", str(engines.max_model_len))),
             *("--kv-events-config", json.dumps(events)),
         ],
-        env={
-            "OMP_NUM_THREADS": str(len(cores)),
-            # Huge pages for weights and KV: 7-12 % faster prefill on a CPU core.
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        },
+        env={"OMP_NUM_THREADS": str(len(cores))},
         cores=cores,
         health_url=f"http://127.0.0.1:{port}/health",
     )

@@ -1,0 +1,193 @@
+"""A person's day with a stack: up, ask, look, lose a process, down. One stack; tests run in this order."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+
+import httpx
+import openai
+import psutil
+import pytest
+
+LONG = "embers keep the kettle warm through the night. " * 20
+
+
+@pytest.fixture(scope="module")
+def stack(sumibi, free_ports):
+    """A running stack; gone at the end whatever happened."""
+    first = free_ports(4)
+    flags = ["--model", "tiny", "--engine-port", str(first), "--port", str(first + 2)]
+    started = sumibi("up", *flags, "--admin-port", str(first + 3))
+    try:
+        assert started.returncode == 0, started.stderr
+        yield started, f"http://127.0.0.1:{first + 2}"
+    finally:
+        sumibi("down")
+
+
+@pytest.fixture
+def url(stack):
+    return stack[1]
+
+
+def status(sumibi) -> dict:
+    return json.loads(sumibi("status", "--json").stdout)
+
+
+def process(sumibi, name: str) -> dict:
+    return next(child for child in status(sumibi)["stack"]["children"] if child["name"] == name)
+
+
+def endpoint(sumibi, number: int) -> dict:
+    return sorted(status(sumibi)["fleet"]["endpoints"], key=lambda one: one["endpoint"])[number]
+
+
+def body(**more) -> dict:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | more
+
+
+def test_up_prints_a_url_a_curl_line_and_how_to_stop(stack):
+    started, url = stack
+    assert f"ready at {url}/v1 (model tiny)" in started.stdout
+    assert "sumibi down" in started.stdout
+    assert "engine-1: ready" in started.stderr
+
+
+def test_the_printed_curl_line_works(stack, sumibi):
+    started, _ = stack
+    lines = started.stdout.split("try it:\n")[1].split("\n\n")[0]
+
+    done = subprocess.run(
+        ["bash", "-c", lines.replace("curl ", "curl -sS --fail ")], capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"] is not None
+
+
+def test_a_second_up_says_that_it_runs(stack, sumibi):
+    again = sumibi("up", "--model", "tiny")
+    assert again.returncode == 0
+    assert f"already running at {stack[1]}/v1" in again.stdout
+
+
+def test_status_shows_every_process_and_knows_every_cache(stack, sumibi):
+    shown = sumibi("status")
+    assert shown.returncode == 0
+    assert shown.stdout.count("exact") == 2
+    found = status(sumibi)
+    assert [child["state"] for child in found["stack"]["children"]] == ["ready"] * 3
+    assert found["ready"]
+
+
+def test_doctor_finds_nothing_wrong_with_a_running_stack(stack, sumibi):
+    checks = json.loads(sumibi("doctor", "--json").stdout)
+    assert [check for check in checks if check["verdict"] == "problem"] == []
+    assert {"engine-0", "engine-1", "gateway"} <= {check["name"] for check in checks}
+
+
+def test_the_openai_client_streams_and_is_told_what_was_cached(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    cached = []
+    for _ in range(2):
+        with client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": LONG}],
+            max_tokens=4,
+            stream=True,
+            stream_options={"include_usage": True},
+        ) as stream:
+            usage = [chunk.usage for chunk in stream if chunk.usage][-1]
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] >= 0.9 * usage.prompt_tokens - 32
+    assert client.models.list().data[0].id == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "said"),
+    [
+        (b"{nonsense", 400, "JSON"),
+        (json.dumps(body(model="gpt-9")), 404, "gpt-9"),
+        (json.dumps(body(messages="hello")), 400, "messages"),
+        (json.dumps(body(max_tokens=-1)), 400, "max_tokens"),
+        (json.dumps(body(max_tokens="four")), 400, "max_tokens"),
+        (json.dumps(body(temperature=-0.5)), 400, "temperature"),
+        (json.dumps(body(messages=[{"role": "user", "content": "x" * 20_000}])), 400, "tokens"),
+    ],
+    ids=[
+        "malformed JSON",
+        "unknown model",
+        "wrong type",
+        "negative limit",
+        "wrong limit",
+        "negative temperature",
+        "too long",
+    ],
+)
+def test_a_bad_request_is_answered_in_openai_s_shape_and_loses_nothing(url, sent, code, said):
+    answer = httpx.post(f"{url}/v1/chat/completions", content=sent, timeout=30)
+    assert answer.status_code == code
+    error = answer.json()["error"]
+    assert said in error["message"] + str(error.get("param"))
+    assert httpx.post(f"{url}/v1/chat/completions", json=body(), timeout=30).status_code == 200
+
+
+def test_an_engine_killed_under_load_is_replaced_and_no_request_goes_unanswered(url, sumibi, eventually):
+    engine = process(sumibi, "engine-0")
+    epoch = endpoint(sumibi, 0)["epoch"]
+    answers: list[str] = []
+
+    def ask(number: int) -> None:
+        for turn in range(6):
+            sent = body(messages=[{"role": "user", "content": f"{number}.{turn} {LONG}"}], max_tokens=32)
+            with httpx.stream(
+                "POST", f"{url}/v1/chat/completions", json=sent | {"stream": True}, timeout=60
+            ) as got:
+                text = got.read().decode()
+            answers.append("done" if "[DONE]" in text else "error" if '"error"' in text else text)
+
+    askers = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for asker in askers:
+        asker.start()
+    eventually(lambda: len(answers) >= 4)
+    os.kill(engine["pid"], signal.SIGKILL)
+    for asker in askers:
+        asker.join(60)
+    assert len(answers) == 24
+    assert set(answers) <= {"done", "error"}
+    assert answers.count("done") >= 16
+
+    eventually(lambda: process(sumibi, "engine-0")["state"] == "ready")
+    eventually(lambda: endpoint(sumibi, 0)["up"] and endpoint(sumibi, 0)["grade"] == "exact")
+    back = endpoint(sumibi, 0)
+    assert process(sumibi, "engine-0")["restarts"] == 1
+    assert back["epoch"] > epoch
+    dispatched = back["dispatched"]
+    for number in range(8):
+        httpx.post(
+            f"{url}/v1/chat/completions",
+            json=body(messages=[{"role": "user", "content": f"{number} {LONG}"}]),
+            timeout=30,
+        )
+    assert endpoint(sumibi, 0)["dispatched"] > dispatched
+
+
+def test_a_gateway_that_was_killed_learns_the_caches_again_by_replay(url, sumibi, eventually):
+    blocks = [endpoint(sumibi, number)["blocks"] for number in (0, 1)]
+    os.kill(process(sumibi, "gateway")["pid"], signal.SIGKILL)
+    eventually(
+        lambda: process(sumibi, "gateway")["restarts"] == 1 and process(sumibi, "gateway")["state"] == "ready"
+    )
+    eventually(lambda: status(sumibi)["ready"])
+    eventually(lambda: [endpoint(sumibi, number)["blocks"] for number in (0, 1)] == blocks)
+    assert {endpoint(sumibi, number)["grade"] for number in (0, 1)} == {"exact"}
+
+
+def test_down_leaves_no_process_and_no_port(url, sumibi):
+    pids = [child["pid"] for child in status(sumibi)["stack"]["children"]]
+    assert sumibi("down").stdout == "stopped\n"
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    assert sumibi("status").returncode == 1
