@@ -9,12 +9,13 @@ is recognised by its bytes (`sumibi.prompts.keys`), and 100 KB of them need not 
 
 import re
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from sumibi.core.errors import BadRequest
-from sumibi.prompts.template import Message
+from sumibi.prompts.template import Message, SharedObject
 
 Raw = msgspec.Raw
 T = TypeVar("T")
@@ -38,8 +39,8 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     model: str
     raw_messages: list[Raw] = []
     """Each message as JSON; `messages` decodes them."""
-    raw_tools: list[Raw] | None = None
-    """Each tool as JSON; `tools` decodes them."""
+    raw_tools: Raw | None = None
+    """The list of tools as JSON; `tools` decodes it."""
     texts: list[str] = []
     """One prompt each (a completion request may carry several)."""
     token_ids: list[list[int]] = []
@@ -63,7 +64,6 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     length limits them."""
 
     _messages: list[Message] | None = None
-    _tools: list[dict[str, Any]] | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -74,11 +74,14 @@ class PromptRequest(msgspec.Struct, kw_only=True):
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """The decoded tools in the form that engines give to templates, None if the request has none."""
-        if self._tools is None and self.raw_tools is not None:
-            tools = decode_objects(self.raw_tools, "tools")
-            self._tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-        return self._tools
+        """The decoded tools in the form that engines give to templates, None if the request has none.
+
+        Shared by all requests with the same tools: do not change. Raises BadRequest if one is malformed.
+        """
+        if self.raw_tools is None:
+            return None
+        raw = bytes(self.raw_tools)
+        return _tools_again(raw) if len(raw) <= _SHARED_TOOLS_BYTES else _tools(raw)
 
     @property
     def prompts(self) -> int:
@@ -133,7 +136,7 @@ class _View(msgspec.Struct, kw_only=True):
 
 class _ChatView(_View, kw_only=True):
     messages: Annotated[list[Raw], msgspec.Meta(min_length=1)]
-    tools: list[Raw] | None = None
+    tools: Raw = Raw()
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     add_generation_prompt: bool = True
@@ -153,6 +156,7 @@ class _CompletionView(_View, kw_only=True):
 
 
 _object = msgspec.json.Decoder(dict[str, Any])
+_raws = msgspec.json.Decoder(list[Raw])
 _chat_view = msgspec.json.Decoder(_ChatView)
 _completion_view = msgspec.json.Decoder(_CompletionView)
 _text = msgspec.json.Decoder(str)
@@ -173,7 +177,7 @@ def _chat(view: _ChatView) -> PromptRequest:
         kind=PromptKind.CHAT,
         model=view.model,
         raw_messages=view.messages,
-        raw_tools=view.tools,
+        raw_tools=_given(view.tools),
         template_arguments=_template_arguments(view),
         add_generation_prompt=view.add_generation_prompt,
         continue_final_message=view.continue_final_message,
@@ -185,6 +189,14 @@ def _chat(view: _ChatView) -> PromptRequest:
         n=view.n or 1,
         max_tokens=limit if limit is not None else view.max_tokens,
     )
+
+
+def _given(tools: Raw) -> Raw | None:
+    """The field `tools` if it is there and not null."""
+    text = bytes(tools)
+    if text[:1] not in (b"", b"n", b"["):
+        raise BadRequest("tools: Expected `array | null`", param="tools")
+    return tools if text.startswith(b"[") else None
 
 
 def _template_arguments(view: _ChatView) -> dict[str, Any]:
@@ -256,7 +268,18 @@ def _include_usage(view: _View) -> bool:
     return bool(view.stream_options is not None and view.stream_options.include_usage)
 
 
-def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
+def _tools(raw: bytes) -> list[dict[str, Any]]:
+    return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(decode_objects(_raws.decode(raw), "tools"))]
+
+
+_tools_again = lru_cache(maxsize=16)(_tools)
+"""An agent sends the same tools with every turn."""
+
+_SHARED_TOOLS_BYTES = 256 << 10
+"""Longer lists are decoded each time, so that what is kept has a bound."""
+
+
+def _tool(tool: dict[str, Any], path: str) -> SharedObject:
     """One tool with the fields that engines keep, in their order; an absent description is null."""
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
@@ -268,8 +291,9 @@ def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
         "description": function.get("description"),
         "parameters": function.get("parameters"),
     }
-    kept.update({name: function[name] for name in ("strict",) if function.get(name) is not None})
-    return {"type": "function", "function": kept}
+    if function.get("strict") is not None:
+        kept["strict"] = function["strict"]
+    return SharedObject({"type": "function", "function": SharedObject(kept)})
 
 
 def _decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:

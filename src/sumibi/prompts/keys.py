@@ -412,8 +412,7 @@ def _digests(request: PromptRequest, now: str) -> list[bytes]:
     )
     digest = sha256(msgspec.json.encode(context))
     older = max(0, len(request.raw_messages) - _NEWEST)
-    for raw in request.raw_messages[:older]:
-        digest.update(raw)
+    digest.update(b"".join(request.raw_messages[:older]))
     digests = [] if request.raw_messages else [digest.digest()]
     for raw in request.raw_messages[older:]:
         digest.update(raw)

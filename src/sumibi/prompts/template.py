@@ -38,6 +38,23 @@ _TEXT_PARTS = {
 """Types of content parts that are text, and the field that holds it."""
 
 
+class SharedObject(dict[str, Any]):
+    """A JSON object that many prompts show unchanged (a tool): its JSON text is written once."""
+
+    __slots__ = ("_texts",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self._texts: dict[tuple[object, ...], str] = {}
+
+    def json(self, options: tuple[object, ...], write: Callable[[], str]) -> str:
+        """Its text under these options of `tojson`; written by `write` the first time."""
+        text = self._texts.get(options)
+        if text is None:
+            text = self._texts[options] = write()
+        return text
+
+
 class UnsupportedContent(BadRequest):
     """A content part that is no text (image, audio, ...): only an engine with that model knows its tokens."""
 
@@ -288,9 +305,15 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML; a model must see plain JSON."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+
+    def write() -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    if isinstance(value, SharedObject):
+        return value.json((ensure_ascii, indent, separators, sort_keys), write)
+    return write()
 
 
 def _raise_exception(message: str) -> None:
