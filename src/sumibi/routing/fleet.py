@@ -120,10 +120,14 @@ class Endpoint:
         """Bit set of the holders in the index whose blocks spare a prefill here."""
         self.signals: Signals | None = None
         self.foreign_running = self.foreign_waiting = self.foreign_t = 0.0
-        self.learner = Learner(config.latency, Factors())
-        self.typical_prefill_s = config.latency.prefill_s(TYPICAL_PROMPT_TOKENS)
+        self.learn_from(config.latency, Factors())
         self._half_life_s = config.foreign_half_life_s
         self._index = index
+
+    def learn_from(self, start: LatencyModel, shared: Factors) -> None:
+        """Begin to learn its latency model: from `start`, together with those that have the same start."""
+        self.learner = Learner(start, shared)
+        self.typical_prefill_s = start.prefill_s(TYPICAL_PROMPT_TOKENS)
 
     def resident_blocks(self) -> int:
         """Blocks believed to be in its device cache."""
@@ -249,15 +253,14 @@ class Fleet:
     def upsert(self, event: EndpointUp) -> Endpoint:
         """The endpoint that `event` tells of, with its fields taken over."""
         endpoint = self.endpoints.get(event.endpoint)
+        latency = event.latency or self._config.latency
         if endpoint is None:
             endpoint = Endpoint(event.endpoint, self._numbers, self._config, self._index)
             self._numbers += 1
             self.endpoints[event.endpoint] = endpoint
-        latency = event.latency or self._config.latency
-        if endpoint.learner.start != latency or latency not in self._factors:
-            factors = self._factors.setdefault(latency, Factors())
-            endpoint.learner = Learner(latency, factors)
-            endpoint.typical_prefill_s = latency.prefill_s(TYPICAL_PROMPT_TOKENS)
+            endpoint.learn_from(latency, self._factors.setdefault(latency, Factors()))
+        elif endpoint.learner.start != latency:
+            endpoint.learn_from(latency, self._factors.setdefault(latency, Factors()))
         endpoint.engine_block_tokens = event.engine_block_tokens
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
         for name in endpoint.models:

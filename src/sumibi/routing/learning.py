@@ -25,7 +25,9 @@ CLIP = 1.0
 SHARED_FLOOR = 0.02
 """Rate at which the shared factor keeps learning after many observations (it starts at 0.5)."""
 OWN_RATE = 0.1
-"""Rate at which an endpoint's own factor learns."""
+"""Rate at which an endpoint's own factor learns, in the end."""
+OWN_DELAY = 20
+"""Lessons after which it has half of that: what is wrong at first is the start, for all endpoints alike."""
 
 
 class Factors:
@@ -88,8 +90,9 @@ class Learner:
             return
         error = _clip(log(actual_s / predicted_s), CLIP)
         share = fixed_s / predicted_s
-        shared_rate = max(2.0 / (4.0 + self._shared.prefill_lessons), SHARED_FLOOR)
-        for factors, rate in ((self._shared, shared_rate), (self._own, OWN_RATE)):
+        for factors, rate in zip(
+            (self._shared, self._own), _rates(self._shared.prefill_lessons), strict=True
+        ):
             factors.fixed = _clip(factors.fixed + rate * error * share, BAND)
             factors.work = _clip(factors.work + rate * error * (1 - share), BAND)
             factors.prefill_lessons += 1
@@ -103,11 +106,15 @@ class Learner:
         if actual_step_s <= 0 or start_s <= 0:
             return
         error = _clip(log(actual_step_s / (start_s * self.decode_factor)), CLIP)
-        shared_rate = max(2.0 / (4.0 + self._shared.decode_lessons), SHARED_FLOOR)
-        for factors, rate in ((self._shared, shared_rate), (self._own, OWN_RATE)):
+        for factors, rate in zip((self._shared, self._own), _rates(self._shared.decode_lessons), strict=True):
             factors.decode = _clip(factors.decode + rate * error, BAND)
             factors.decode_lessons += 1
         self.sync()
+
+
+def _rates(lessons: int) -> tuple[float, float]:
+    """Learning rates of the shared and of the own factor, after so many lessons to the shared one."""
+    return max(2.0 / (4.0 + lessons), SHARED_FLOOR), OWN_RATE * lessons / (lessons + OWN_DELAY)
 
 
 def _clip(x: float, limit: float) -> float:
