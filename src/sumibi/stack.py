@@ -35,31 +35,39 @@ class _Part(BaseModel):
 class Engines(_Part):
     """The embedded engine's replicas: all alike, one process each."""
 
-    count: int = Field(2, ge=1, le=64, description="replicas")
-    cores_each: int = Field(1, ge=1, description="CPU cores pinned to a replica")
-    first_port: int = Field(8001, ge=1, le=65535, description="the first replica's port; the others follow")
-    kv_blocks: int = Field(512, ge=2, description="KV blocks of a replica")
-    block_tokens: int = Field(DEFAULT_BLOCK_TOKENS, ge=1, le=1024, description="tokens of a KV block")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: the checkpoint's")
+    count: int = Field(default=2, ge=1, le=64, description="replicas")
+    cores_each: int = Field(default=1, ge=1, description="CPU cores pinned to a replica")
+    first_port: int = Field(
+        default=8001, ge=1, le=65535, description="the first replica's port; the others follow"
+    )
+    kv_blocks: int = Field(default=512, ge=2, description="KV blocks of a replica")
+    block_tokens: int = Field(default=DEFAULT_BLOCK_TOKENS, ge=1, le=1024, description="tokens of a KV block")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="auto: the checkpoint's"
+    )
     max_model_len: int | None = Field(
-        None, ge=1, description="tokens of prompt + output of one request; null: the checkpoint's"
+        default=None, ge=1, description="tokens of prompt + output of one request; null: the checkpoint's"
     )
 
 
 class Gateway(_Part):
     """The door for clients, and the admin door beside it."""
 
-    host: str = Field("127.0.0.1", description="address of the clients' door")
-    port: int = Field(8000, ge=1, le=65535, description="OpenAI-compatible door")
-    admin_port: int = Field(8080, ge=1, le=65535, description="admin door, on 127.0.0.1, needs the admin key")
-    policy: Policy = Field("cost", description="how a replica is chosen")
+    host: str = Field(default="127.0.0.1", description="address of the clients' door")
+    port: int = Field(default=8000, ge=1, le=65535, description="OpenAI-compatible door")
+    admin_port: int = Field(
+        default=8080, ge=1, le=65535, description="admin door, on 127.0.0.1, needs the admin key"
+    )
+    policy: Policy = Field(default="cost", description="how a replica is chosen")
 
 
 class Stack(_Part):
     """Everything `sumibi up` needs to know."""
 
     model: str = Field(
-        DEFAULT_MODEL, min_length=1, description="a known model's name, a checkpoint directory, or `tiny`"
+        default=DEFAULT_MODEL,
+        min_length=1,
+        description="a known model's name, a checkpoint directory, or `tiny`",
     )
     engines: Engines = Field(default_factory=Engines)
     gateway: Gateway = Field(default_factory=Gateway)
