@@ -129,14 +129,14 @@ def oracle():
 
 
 class Served:
-    """An engine with the tiny model in a thread of this process, on a port of its own."""
+    """An engine in a thread of this process, on a port of its own."""
 
-    def __init__(self, **options):
+    def __init__(self, model="tiny", **options):
         kv_events = KVEventsConfig(
             enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", topic="kv@tiny"
         )
         defaults = {"dtype": "float32", "threads": 1, "enable_dev_mode": True, "shutdown_grace_s": 5}
-        self._options = EngineOptions("tiny", port=0, kv_events=kv_events, **(defaults | options))
+        self._options = EngineOptions(model, port=0, kv_events=kv_events, **(defaults | options))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._ready = threading.Event()
         self.exit_code = None
