@@ -84,6 +84,13 @@ def test_a_template_may_be_append_only_for_some_arguments():
     assert growth.proof(Rendering(None, {"count": True}, True)) is None
 
 
+def test_no_tools_and_an_empty_list_of_tools_are_different_uses():
+    source = BASE + "{% if tools %}{{ messages | length }}{% endif %}"
+    growth = Growth(ChatTemplate({"default": source}))
+    proofs = [growth.proof(Rendering(tools, {}, True)) is not None for tools in ([], TOOLS, None)]
+    assert proofs == [True, False, True]
+
+
 def test_proofs_are_bounded():
     growth = Growth(ChatTemplate({"default": BASE}))
     given = [growth.proof(Rendering(None, {"x": number}, True)) for number in range(40)]
@@ -94,7 +101,7 @@ def test_proofs_are_bounded():
 def test_roles_that_no_script_has_are_not_grown():
     growth = Growth(ChatTemplate({"default": BASE}))
     rendering = Rendering(None, {}, True)
-    user, other = {"role": "user", "content": "a"}, {"role": "developer", "content": "b"}
+    user, other = {"role": "user", "content": "a"}, {"role": "critic", "content": "b"}
     assert growth.grown([user], [user], rendering) == "<|user|>a"
     assert growth.grown([user], [other], rendering) is None
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from sumibi.core.errors import BadRequest
 from sumibi.core.keys import extend_keys, root_key
+from sumibi.prompts.chats import CHECK_EVERY
 from sumibi.prompts.dialects import parse_request
-from sumibi.prompts.keys import CHECK_EVERY, PromptGrade, PromptReader
+from sumibi.prompts.keys import PromptGrade, PromptReader
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
 
@@ -276,6 +277,17 @@ def test_messages_that_the_template_refuses_are_a_bad_request_and_lose_nothing(m
     assert reader.read(chat(talk(1))).reused_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["bos_token", "environment", "documents", "loop"])
+def test_template_arguments_may_have_any_name(make_reader, name):
+    assert make_reader().read(chat(talk(1), chat_template_kwargs={name: 1})).keys
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "tools"])
+def test_template_arguments_that_mean_something_else_are_a_bad_request(make_reader, name):
+    with pytest.raises(BadRequest):
+        make_reader().read(chat(talk(1), chat_template_kwargs={name: 1}))
+
+
 # A template that no script sees through: words in a message change what stands far behind it.
 DECEIVING = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
@@ -319,7 +331,6 @@ def test_memory_is_bounded_over_many_conversations(make_reader):
     stats = reader.stats()
     assert stats.evicted_segments > 0
     assert stats.cache_bytes <= 100_000
-    assert len(reader._turns) < 200
     assert reader.read(chat([SYSTEM, *talk(3, 199_000)])).reused_tokens > 0
 
 
@@ -360,6 +371,11 @@ def test_a_prompt_that_cannot_be_read_has_approximate_keys_and_it_is_said_once(
     assert reader.stats().approximate == 2
     assert len(caplog.records) == 1
     assert cause in caplog.text
+
+
+def test_token_ids_that_an_engine_would_cut_are_approximate(make_reader):
+    prompt = make_reader().read(plain(list(range(100)), truncate_prompt_tokens=50))
+    assert (prompt.grade, prompt.prompt_tokens) == (PromptGrade.APPROXIMATE, 100)
 
 
 def test_an_image_counts_as_an_image_not_as_its_base64():

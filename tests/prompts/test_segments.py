@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sumibi.core.keys import extend_keys
-from sumibi.prompts.segments import SegmentStore
+from sumibi.prompts.segments import Place, SegmentStore
 
 BLOCK = 4
 ROOT = 77
@@ -81,25 +81,29 @@ def test_a_path_that_is_in_use_stays_although_its_beginning_is_old():
     assert known(store, path) == 3
 
 
-def test_names_of_dropped_segments_are_told_once():
-    store = SegmentStore(BLOCK, limit_bytes=0, keep_token_ids=False)
+def test_a_name_goes_with_the_end_of_its_place():
+    store = SegmentStore(BLOCK, limit_bytes=5000, keep_token_ids=False)
     end, _ = put(store, "ab")
-    store.note(end, b"one", 10)
-    store.note(end, b"two", 10)
+    place = Place(end, end.parent, "tail")
+    store.name(b"one", place)
     store.use(end)
+    assert store.find(b"one") == place
+    for name in "cdcdcdcd":
+        store.use(put(store, [name, name])[0])
+        store.check_integrity()
     assert not end.alive
-    assert store.dropped == [b"one", b"two"]
-    store.check_integrity()
+    assert store.find(b"one") is None
 
 
-def test_a_segment_keeps_its_newest_names():
+def test_an_end_keeps_its_newest_names():
     store = SegmentStore(BLOCK, limit_bytes=1 << 20, keep_token_ids=False)
     end, _ = put(store, "ab")
     names = [bytes([number]) for number in range(20)]
     for name in names:
-        store.note(end, name, 10)
-    assert store.dropped + end.notes == names
-    assert len(end.notes) == 8
+        store.name(name, Place(end))
+        store.name(name, Place(end))
+    store.check_integrity()
+    assert [store.find(name) is not None for name in names] == 12 * [False] + 8 * [True]
 
 
 def test_roots_are_apart():

@@ -52,19 +52,21 @@ class Growth:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._proofs: dict[tuple[bool, bytes], Proof | None] = {}
+        self._proofs: dict[tuple[bool | None, bytes], Proof | None] = {}
 
     def proof(self, rendering: Rendering) -> Proof | None:
         """The proof for this use, None if the template is not append-only in it.
 
         The first call for a use tries the template (some ten milliseconds), later ones look it up.
         """
-        use = (rendering.tools is not None, msgspec.json.encode(rendering.arguments, order="deterministic"))
+        tools = rendering.tools
+        arguments = msgspec.json.encode(rendering.arguments, order="deterministic")
+        use = (None if tools is None else bool(tools), arguments)
         if use not in self._proofs:
             if len(self._proofs) >= _MAX_PROOFS:
                 return None
-            tools = None if rendering.tools is None else (rendering.tools[:2] or [])
-            self._proofs[use] = self._prove(Rendering(tools, rendering.arguments, False))
+            some = None if tools is None else tools[:2]
+            self._proofs[use] = self._prove(Rendering(some, rendering.arguments, False))
         return self._proofs[use]
 
     def grown(self, seam: Sequence[Message], new: Sequence[Message], rendering: Rendering) -> str | None:
@@ -193,6 +195,7 @@ _SCRIPTS: list[list[Message]] = [
         _says("user", "<tool_response>\nr\n</tool_response>"),
         _USER,
     ],
+    [_says("developer", "be brief"), _USER, _says("assistant", "a"), _USER, _says("assistant", "b")],
     # nothing, or only space, in and around the words
     [
         _says("user", " hi \n"),

@@ -14,15 +14,17 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from sys import getsizeof
+from typing import NamedTuple
 
 from sumibi.core.keys import extend_keys
 
 _SEGMENT_BYTES = 550
 """A segment without its text, tokens and keys: measured, with its part of the dicts that hold it."""
-_NOTE_BYTES = 400
-_NOTES_PER_SEGMENT = 8
 _KEY_BYTES = 44
 """One key: a 64-bit int object, and its slot in a list."""
+_NAME_BYTES = 400
+"""One name with its place."""
+_NAMES_PER_SEGMENT = 8
 _NO_KEYS: tuple[int, ...] = ()
 
 
@@ -35,7 +37,7 @@ class Segment:
         "keys",
         "last_use",
         "name",
-        "notes",
+        "names",
         "parent",
         "pending",
         "size_bytes",
@@ -60,13 +62,23 @@ class Segment:
         self.last_use = 0
         """Count of uses in the store when this segment was last the end of one, or made."""
         self.children: dict[Hashable, Segment] = {}
-        self.notes: list[bytes] = []
-        """Names under which the owner of the store remembers this segment (see `SegmentStore.note`)."""
+        self.names: list[bytes] = []
+        """Names of places that end here, oldest first."""
 
     @property
     def alive(self) -> bool:
         """False once the store has dropped it."""
         return self.parent is not None
+
+
+class Place(NamedTuple):
+    """A path that has a name: where it ended, and where it would go on."""
+
+    end: Segment
+    base: Segment | None = None
+    """On the path to `end`: further text is put here. None: the path is not known to go on."""
+    tail: str = ""
+    """Text between `base` and that further text."""
 
 
 class SegmentStore:
@@ -84,8 +96,7 @@ class SegmentStore:
         self.bytes = 0
         self.evicted = 0
         """Segments dropped for want of room, ever."""
-        self.dropped: list[bytes] = []
-        """Names of dropped segments since the owner last emptied this list."""
+        self._places: dict[bytes, Place] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -112,17 +123,26 @@ class SegmentStore:
         """A new segment after `parent`, which must not have a child of this name yet."""
         return self._insert(parent, name, array("I", token_ids), parent.key)
 
-    def note(self, segment: Segment, name: bytes, size_bytes: int) -> None:
-        """Tie `name` to a segment: when the segment goes, the name appears in `dropped`.
+    def name(self, name: bytes, place: Place) -> None:
+        """Make `place` known as `name` for as long as its end is kept. A name keeps its first place.
 
-        `size_bytes` is what the owner holds for it. A segment keeps a few names, the oldest goes first.
+        An end has a few names at most (spellings of one conversation); the oldest goes first.
         """
-        if len(segment.notes) == _NOTES_PER_SEGMENT:
-            self.dropped.append(segment.notes.pop(0))
+        if name in self._places:
+            return
+        end = place.end
+        if len(end.names) == _NAMES_PER_SEGMENT:
+            del self._places[end.names.pop(0)]
         else:
-            segment.size_bytes += _NOTE_BYTES + size_bytes
-            self.bytes += _NOTE_BYTES + size_bytes
-        segment.notes.append(name)
+            size = _NAME_BYTES + getsizeof(place.tail)
+            end.size_bytes += size
+            self.bytes += size
+        end.names.append(name)
+        self._places[name] = place
+
+    def find(self, name: bytes) -> Place | None:
+        """The place known as `name`."""
+        return self._places.get(name)
 
     def use(self, end: Segment) -> tuple[list[int], list[int] | None]:
         """Keys and, if kept, token ids of the whole path to `end`. Marks it as used, then makes room."""
@@ -181,7 +201,8 @@ class SegmentStore:
             segment.parent = None
             self.bytes -= segment.size_bytes
             self.evicted += 1
-            self.dropped += segment.notes
+            for name in segment.names:
+                del self._places[name]
             if parent in order and not parent.children and parent.last_use <= segment.last_use:
                 order.move_to_end(parent, last=False)  # it was kept for this one's sake: now it is next
 
@@ -200,3 +221,6 @@ class SegmentStore:
                 reached += 1
                 waiting.append(child)
         assert reached == len(self._order)
+        for name, place in self._places.items():
+            assert place.end in self._order
+            assert name in place.end.names

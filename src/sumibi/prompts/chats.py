@@ -1,0 +1,201 @@
+"""Conversations that are recognised, so that only what is new of them is rendered and tokenised.
+
+Three ways to where a chat's prompt ends in the trie, each checked against the slower one behind it:
+
+1. *Seen before*: the same messages, byte for byte, with the same tools and arguments. Nothing is decoded.
+2. *Grown*: the messages begin with those of a conversation seen before, and the template was proved
+   append-only (`sumibi.prompts.growth`). Only the new messages are decoded and rendered.
+3. *Whole*: every message is decoded and rendered.
+
+Of the first two, one in a hundred is done the third way too. A difference is counted, logged, and
+switches both off for good.
+"""
+
+import logging
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
+
+from sumibi.core.errors import BadRequest
+from sumibi.core.keys import root_key
+from sumibi.prompts.dialects import PromptRequest, decode_objects
+from sumibi.prompts.growth import HEAD_MESSAGES, Growth, Rendering, seam_of
+from sumibi.prompts.segments import Place, Segment, SegmentStore
+from sumibi.prompts.template import ChatTemplate
+from sumibi.prompts.texts import Texts, last_boundary
+
+_log = logging.getLogger(__name__)
+
+CHECK_EVERY = 100
+"""One in this many prompts recognised without rendering is rendered nevertheless, to compare."""
+
+_NEWEST = 32
+"""Messages from the end at which a known conversation is looked for: more than a turn ever adds."""
+
+
+class ChatStats(msgspec.Struct, kw_only=True):
+    """How chats were read, since start."""
+
+    seen: int = 0
+    """Recognised byte for byte."""
+    grown: int = 0
+    """Only new messages were rendered."""
+    whole: int = 0
+    """Rendered whole, checks included."""
+    checks: int = 0
+    mismatches: int = 0
+    """Checks that found a difference. Anything but 0 is a bug, and the fast paths are off."""
+    fast_paths_off: str = ""
+    """Why prompts are no longer recognised without rendering; empty while they are."""
+
+
+class Found(NamedTuple):
+    """Where a prompt ends in the trie."""
+
+    end: Segment
+    reused_tokens: int
+    """Tokens that were there before."""
+
+
+class Chats:
+    """Reads the chats of one template."""
+
+    def __init__(self, template: ChatTemplate, texts: Texts, store: SegmentStore) -> None:
+        self.stats = ChatStats()
+        self._template = template
+        self._growth = Growth(template)
+        self._texts = texts
+        self._store = store
+
+    def read(self, request: PromptRequest) -> Found:
+        """Put a chat's prompt into the trie. Raises BadRequest when the template refuses its messages."""
+        now = self._template.now(with_tools=request.raw_tools is not None)
+        if now is None or request.continue_final_message or self.stats.fast_paths_off:
+            return self._whole(request, None)
+        digests = request_digests(request, now)
+        found = self._recognise(request, digests)
+        if found is None:
+            return self._whole(request, digests)
+        if (self.stats.seen + self.stats.grown) % CHECK_EVERY == 0:
+            return self._checked(request, found)
+        return found
+
+    def _whole(self, request: PromptRequest, digests: list[bytes] | None) -> Found:
+        text = self._template.render(
+            request.messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            **request.template_arguments,
+        )
+        self.stats.whole += 1
+        start = self._texts.start(request_root(request), add_special_tokens=request.add_special_tokens)
+        return self._put(request, digests, start, text)
+
+    def _recognise(self, request: PromptRequest, digests: list[bytes]) -> Found | None:
+        """As `_whole`, for a conversation that was seen before, or was seen before it grew."""
+        for new, digest in enumerate(reversed(digests)):
+            place = self._store.find(digest)
+            if place is None:
+                continue
+            if new > 0:
+                return self._grow(request, digests, place, len(request.raw_messages) - new)
+            self.stats.seen += 1
+            return Found(place.end, place.end.tokens)
+        return None
+
+    def _grow(self, request: PromptRequest, digests: list[bytes], place: Place, known: int) -> Found | None:
+        rendering = _rendering(request)
+        if place.base is None or self._growth.proof(rendering) is None:
+            return None
+        raws = request.raw_messages
+        first = decode_objects(raws[:HEAD_MESSAGES], "messages")
+        late = decode_objects(raws[known - 1 :], "messages", known - 1)
+        seam = [first[index] if index < len(first) else late[0] for index in seam_of(first, known)]
+        grown = self._growth.grown(seam, late[1:], rendering)
+        if grown is None:
+            return None
+        self.stats.grown += 1
+        return self._put(request, digests, place.base, place.tail + grown)
+
+    def _put(self, request: PromptRequest, digests: list[bytes] | None, start: Segment, text: str) -> Found:
+        """Put the rendered `text` after `start`, and name the place for the next turn."""
+        put = self._texts.put(start, text)
+        end = self._texts.close(put.end, add_special_tokens=request.add_special_tokens)
+        if digests is not None:
+            length = self._length_that_stays(request, text)
+            if length is None:
+                place = Place(end)
+            else:
+                base, at = last_boundary(start, put, length)
+                place = Place(end, base, text[at:length])
+            self._store.name(digests[-1], place)
+        return Found(end, put.reused_tokens)
+
+    def _length_that_stays(self, request: PromptRequest, text: str) -> int | None:
+        """Characters of `text` that stay when messages are added; None if that is not known."""
+        proof = self._growth.proof(_rendering(request))
+        if proof is None:
+            return None
+        if not request.add_generation_prompt:
+            return len(text)
+        prompt = proof.generation_prompt
+        return len(text) - len(prompt) if text.endswith(prompt) else None
+
+    def _checked(self, request: PromptRequest, found: Found) -> Found:
+        """`found`, if rendering the whole request comes to the same; else nothing is recognised any more."""
+        self.stats.checks += 1
+        try:
+            whole = self._whole(request, None)
+        except BadRequest as refusal:
+            self._distrust(f"the template refuses what was recognised: {refusal}")
+            raise
+        if whole.end is not found.end:
+            self._distrust("a recognised prompt reads differently when rendered whole")
+        return whole
+
+    def _distrust(self, cause: str) -> None:
+        self.stats.mismatches += 1
+        self.stats.fast_paths_off = cause
+        _log.error("prompt keys: %s; from now on every prompt is rendered", cause)
+
+
+def request_root(request: PromptRequest) -> int:
+    """The root key of the request's prompts."""
+    return root_key(request.model, salt=request.cache_salt)
+
+
+def request_digests(request: PromptRequest, now: str) -> list[bytes]:
+    """Names of the request up to each of its last messages; the last one names the whole request.
+
+    SHA-256, because an engine computes with what it finds under a name: nobody must be able to make a
+    conversation that has the name of another one. Everything that the prompt depends on goes in, `now`
+    being what the template takes from the clock. JSON objects delimit themselves, so the same bytes are
+    never two different lists of messages.
+    """
+    context = (
+        request.kind,
+        request.model,
+        request.cache_salt,
+        now,
+        request.add_generation_prompt,
+        request.continue_final_message,
+        request.add_special_tokens,
+        request.template_arguments,
+        request.raw_tools,
+        request.texts,
+        request.opaque,
+    )
+    digest = sha256(msgspec.json.encode(context))
+    older = max(0, len(request.raw_messages) - _NEWEST)
+    digest.update(b"".join(request.raw_messages[:older]))
+    digests = [] if request.raw_messages else [digest.digest()]
+    for raw in request.raw_messages[older:]:
+        digest.update(raw)
+        digests.append(digest.digest())
+    return digests
+
+
+def _rendering(request: PromptRequest) -> Rendering:
+    return Rendering(request.tools, request.template_arguments, request.add_generation_prompt)

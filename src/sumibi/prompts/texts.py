@@ -1,0 +1,68 @@
+"""Texts with their tokens and keys: a tokenizer in front of the trie of segments."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from sumibi.prompts.segments import Segment, SegmentStore
+from sumibi.prompts.tokenizer import Tokenizer
+
+
+class Put(NamedTuple):
+    """A text that stands in the trie."""
+
+    end: Segment
+    """Its last segment."""
+    reused_tokens: int
+    """Tokens on the path that were there before."""
+    spans: list[tuple[int, int]]
+    """Its boundaries (`Tokenizer.boundaries`)."""
+
+
+class Texts:
+    """Puts texts into a store, tokenising only what is not there."""
+
+    def __init__(self, tokenizer: Tokenizer, store: SegmentStore) -> None:
+        self._tokenizer = tokenizer
+        self._store = store
+
+    def start(self, root_key: int, *, add_special_tokens: bool) -> Segment:
+        """Where texts under `root_key` begin."""
+        return self._store.root(root_key, self._tokenizer.prefix_ids if add_special_tokens else ())
+
+    def put(self, start: Segment, text: str) -> Put:
+        """Put `text` after `start`, which must be a beginning, or the base of a boundary in `text`."""
+        spans = self._tokenizer.boundaries(text)
+        cuts = [0, *(at for at, _ in spans if at > 0), len(text)]
+        pieces = [text[a:b] for a, b in pairwise(cuts)] if text else []
+        end, known = self._store.walk(start, pieces)
+        reused_tokens = end.tokens
+        new = pieces[known:]
+        # All at once and before anything is added: either the whole text stands in the trie or nothing.
+        new_ids = self._tokenizer.encode_batch(new, add_special_tokens=False)
+        for piece, token_ids in zip(new, new_ids, strict=True):
+            end = self._store.add(end, piece, token_ids)
+        return Put(end, reused_tokens, spans)
+
+    def close(self, end: Segment, *, add_special_tokens: bool) -> Segment:
+        """`end` with the tokens that the tokenizer adds after a text, where it does."""
+        suffix = self._tokenizer.suffix_ids
+        if not (add_special_tokens and suffix):
+            return end
+        name = tuple(suffix)  # no segment of text has such a name
+        return end.children.get(name) or self._store.add(end, name, suffix)
+
+
+def last_boundary(start: Segment, put: Put, length: int) -> tuple[Segment, int]:
+    """The last boundary within the first `length` characters: the segment before it, and its position.
+
+    Only a boundary that lies there entirely will still be one when other text follows. If there is none,
+    it is the `start` of the text.
+    """
+    before = put.end
+    for at, stop in reversed(put.spans):
+        if at > 0:
+            assert before.parent is not None
+            before = before.parent
+        if stop <= length:
+            return (before if at > 0 else start), at
+    return start, 0
