@@ -61,7 +61,7 @@ class Client:
         self.port = port
 
     async def __aenter__(self) -> "Client":
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
         return self
 
     async def __aexit__(self, *_exc) -> None:
@@ -91,7 +91,7 @@ class Client:
         status = int(lines[0].split()[1])
         if status == 100:
             return await self.answer()
-        body, whole = b"", True
+        body, whole = bytearray(), True
         try:
             if headers.get("transfer-encoding") == "chunked":
                 while True:
@@ -106,7 +106,7 @@ class Client:
         except (asyncio.IncompleteReadError, ConnectionError) as short:
             body += getattr(short, "partial", b"")
             whole = False
-        return Answer(status, headers, body, whole)
+        return Answer(status, headers, bytes(body), whole)
 
     async def closed(self) -> bool:
         """True once the server has closed the connection (and sent nothing more)."""
@@ -280,15 +280,12 @@ class FakeEngine:
                 gone = asyncio.ensure_future(_watch_for_end(reader))
                 work = asyncio.ensure_future(self.behave(request, writer))
                 await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    self.lost_clients += 1
-                    work.cancel()
-                gone.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await gone
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
-                if writer.transport.is_closing() or reader.at_eof():
+                lost = not work.done() or isinstance(work.exception(), ConnectionError)
+                self.lost_clients += lost
+                for task in (gone, work):
+                    task.cancel()
+                await asyncio.gather(gone, work, return_exceptions=True)
+                if lost or writer.transport.is_closing() or reader.at_eof():
                     raise ConnectionError
             case _:
                 await respond_json(writer, 404, {"detail": "Not Found"})

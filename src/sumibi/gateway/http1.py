@@ -187,6 +187,7 @@ class Connection(asyncio.Protocol):
         self._reading: Request | None = None
         self._head_done = False
         self._head_bytes = 0
+        self._offered: Request | None = None  # its head offers to switch protocols, and llhttp stopped there
         self._since = 0.0  # when the head or body being read began
         self._bare_bytes = 0  # received for the request being read without adding header or body
         self._queue: deque[Request] = deque()
@@ -331,6 +332,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """First byte of a request line."""
+        if self._offered is not None:
+            return  # the head made up by `_read_on`
         self._reading = Request()
         self._head_done = False
         self._head_bytes = 0
@@ -339,6 +342,8 @@ class Connection(asyncio.Protocol):
         """The request target (may come in pieces)."""
         request = self._reading
         assert request is not None
+        if self._head_done:
+            return
         request.target += url
         self._head_bytes += len(url)
 
@@ -359,12 +364,17 @@ class Connection(asyncio.Protocol):
         """The head is whole: refuse what no body can repair."""
         request = self._reading
         assert request is not None
+        if self._offered is not None:
+            self._offered = None
+            return
         self._head_done = True
         request.method = self._parser.get_method().decode("latin-1")
         request.version = self._parser.get_http_version()
         request.keep_alive = request.version == "1.1" and self._parser.should_keep_alive()
         if self._broken is None:
             self._broken = self._fault(request)
+        if self._parser.should_upgrade():
+            self._offered = request
         if self._broken is None and b"expect" in request.named and not self._in_flight and not self._queue:
             self.transport.write(_CONTINUE)
 
@@ -387,6 +397,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """A whole request was read."""
+        if self._offered is not None:
+            return  # only its head: see `_read_on`
         request, self._reading = self._reading, None
         assert request is not None
         if self._broken is None:
@@ -400,14 +412,26 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # We speak HTTP/1.1 only, so an offer to switch is ignored (RFC 9110, 7.8) and reading goes on.
-            self._parser = httptools.HttpRequestParser(self)
-            rest = data[upgrade.args[0] :]
-            if rest and self._broken is None:
-                self._feed(rest)
+            self._read_on(data[upgrade.args[0] :])
         except httptools.HttpParserError as cause:
             if self._broken is None:
                 self._broken = (400, f"the request is not valid HTTP/1.1: {cause}")
+
+    def _read_on(self, rest: bytes) -> None:
+        """Go on after a head that offers to switch protocols: the offer is ignored (RFC 9110, 7.8).
+
+        llhttp stops there and leaves the body, if there is one, unread. A fresh parser gets a made-up head
+        with the same framing, so that it reads the body as a body and not as the next request.
+        """
+        request = self._offered
+        if request is None or self._broken is not None:
+            return
+        framing = [name for name in (b"content-length", b"transfer-encoding") if name in request.named]
+        head = b"POST / HTTP/1.1\r\n" + b"".join(
+            b"%b: %b\r\n" % (name, request.named[name]) for name in framing
+        )
+        self._parser = httptools.HttpRequestParser(self)
+        self._feed(head + b"\r\n" + rest)
 
     def _fault(self, request: Request) -> tuple[int, str] | None:
         """What is wrong with a head, as (status, message)."""
@@ -416,6 +440,8 @@ class Connection(asyncio.Protocol):
             return 431, "the request's headers are too large or too many"
         if request.version not in ("1.1", "1.0"):
             return 505, "only HTTP/1.1 and HTTP/1.0 are spoken here"
+        if request.method == "CONNECT":
+            return 501, "no tunnels through here"
         if request.version == "1.1" and b"host" not in named:
             return 400, "the Host header is missing"
         coding = named.get(b"transfer-encoding")
@@ -469,6 +495,9 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer an error and close, leaving the client time to read it although it may still be sending."""
+        request, self._reading = self._reading, None
+        if request is not None:
+            self._server.buffered_bytes -= request.body_bytes
         body = self._server.error_body(status, message)
         fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         self.transport.write(response_head(status, fields, close=True) + body)

@@ -99,8 +99,10 @@ class Gateway:
         self._app.draining = True
         self.server.stop_accepting()
         if not await self.server.drain(grace_s):
-            log.warning("%d requests did not finish in time and are cut off", len(self.shell.completions))
-            for completion in list(self.shell.completions.values()):
+            unfinished = list(self.shell.completions.values())
+            if unfinished:
+                log.warning("%d requests did not finish in time and are cut off", len(unfinished))
+            for completion in unfinished:
                 completion.shut_down()
             await self.server.drain(_ABORT_S)
             self.server.abort()
