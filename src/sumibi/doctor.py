@@ -231,7 +231,10 @@ def _fallbacks(status: Status) -> list[Check]:
     """What the gateway had to do in a lesser way."""
     if status.stack is None or status.fleet is None:
         return []
-    samples = metrics(f"{status.stack.url}/metrics")
+    try:
+        samples = metrics(f"{status.stack.url}/metrics")
+    except SumibiError as cause:
+        return [Check("gateway", Verdict.PROBLEM, str(cause), "see gateway.log in the state directory")]
     checks = []
     for name, fix in _FALLBACKS.items():
         count = sum(sample.value for sample in samples if sample.name == name)

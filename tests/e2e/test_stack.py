@@ -81,7 +81,9 @@ def test_status_shows_every_process_and_knows_every_cache(stack, sumibi):
 
 
 def test_doctor_finds_nothing_wrong_with_a_running_stack(stack, sumibi):
-    checks = json.loads(sumibi("doctor", "--json").stdout)
+    asked = sumibi("doctor", "--json")
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    checks = json.loads(asked.stdout)
     assert [check for check in checks if check["verdict"] == "problem"] == []
     assert {"engine-0", "engine-1", "gateway"} <= {check["name"] for check in checks}
 
