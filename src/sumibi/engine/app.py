@@ -93,7 +93,7 @@ class Door:
             Rendered(
                 request_id=new_id("render"),
                 token_ids=job.token_ids,
-                model=self.reader.limits.name,
+                model=self.reader.model.name,
                 stream=request.answer.stream,
                 cache_salt=job.salt or None,
                 sampling_params=RenderedSampling(
@@ -113,7 +113,7 @@ class Door:
         """`POST /tokenize` of a `prompt` or of `messages`, as the same request to a completion would be."""
         (token_ids,) = await _read(http, self._tokenize)
         return _json(
-            Tokenized(count=len(token_ids), max_model_len=self.reader.limits.max_tokens, tokens=token_ids)
+            Tokenized(count=len(token_ids), max_model_len=self.reader.model.max_tokens, tokens=token_ids)
         )
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -124,8 +124,8 @@ class Door:
 
     async def models(self, http: HttpRequest) -> Response:
         """`GET /v1/models`."""
-        limits = self.reader.limits
-        card = ModelCard(id=limits.name, root=limits.name, max_model_len=limits.max_tokens)
+        model = self.reader.model
+        card = ModelCard(id=model.name, root=model.root, max_model_len=model.max_tokens)
         return _json(ModelList([card]))
 
     async def health(self, http: HttpRequest) -> Response:
@@ -150,12 +150,12 @@ class Door:
 
     def _open(self, request: Request) -> tuple[Choices, Generation]:
         generation = self.engine.submit(request.jobs)
-        eos = self.reader.limits.eos_token_ids
+        eos = self.reader.model.eos_token_ids
         return Choices(request, generation, self.reader.tokenizer, eos), generation
 
     def _tokenize(self, body: bytes) -> list[list[int]]:
         fields = decode_body(_tokenize, body)
-        fields.setdefault("model", self.reader.limits.name)
+        fields.setdefault("model", self.reader.model.name)
         path = _CHAT if "messages" in fields else _COMPLETION
         prompts = self.reader.tokenize(parse_request(path, msgspec.json.encode(fields)))
         if len(prompts) != 1:
@@ -175,7 +175,7 @@ class _Answer(Response):
     def __init__(self, opened: tuple[Choices, Generation], path: str, reader: RequestReader) -> None:
         super().__init__()
         self._choices, self._generation = opened
-        self._writer = writer_for(path, reader.limits.name, self._choices, reader.tokenizer)
+        self._writer = writer_for(path, reader.model.name, self._choices, reader.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         run = self._stream if self._choices.request.answer.stream else self._whole

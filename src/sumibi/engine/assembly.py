@@ -25,7 +25,7 @@ from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.model import DTYPES, Model
 from sumibi.engine.options import TINY, EngineOptions, KVEventsConfig
 from sumibi.engine.publisher import NullPublisher, ZmqPublisher
-from sumibi.engine.requests import Limits, RequestReader
+from sumibi.engine.requests import RequestReader, ServedModel
 from sumibi.engine.scheduler import Scheduler
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
@@ -88,8 +88,14 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
         namespace=_namespace(options, sizes),
         on_failure=on_failure,
     )
-    limits = Limits(options.name, sizes.max_tokens, config.vocab, frozenset(config.eos_token_ids))
-    reader = RequestReader(limits, tokenizer, template, seed=options.seed)
+    served = ServedModel(
+        name=options.name,
+        root=str(directory.resolve()),
+        max_tokens=sizes.max_tokens,
+        vocabulary=config.vocab,
+        eos_token_ids=frozenset(config.eos_token_ids),
+    )
+    reader = RequestReader(served, tokenizer, template, seed=options.seed)
     return Door(engine, reader, metrics, sources, options.enable_dev_mode), publisher
 
 

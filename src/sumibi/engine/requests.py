@@ -38,10 +38,12 @@ Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the served model can take."""
+class ServedModel:
+    """The one model of this engine: its names and what it can take."""
 
     name: str
+    root: str
+    """Its checkpoint directory, as vLLM tells it: a gateway on the same machine reads the tokenizer there."""
     max_tokens: int
     """Prompt and output of one sequence."""
     vocabulary: int
@@ -174,10 +176,10 @@ class RequestReader:
     """Reads requests for one served model."""
 
     def __init__(
-        self, limits: Limits, tokenizer: Tokenizer, template: ChatTemplate | None, *, seed: int
+        self, model: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None, *, seed: int
     ) -> None:
         """`seed` starts the seeds of requests that bring none."""
-        self.limits = limits
+        self.model = model
         self.tokenizer = tokenizer
         self._template = template
         self._seeds = random.Random(seed)
@@ -196,16 +198,16 @@ class RequestReader:
         params = self._params(prompt, fields)
         jobs = []
         for token_ids in prompts:
-            room = self.limits.max_tokens - len(token_ids)
+            room = self.model.max_tokens - len(token_ids)
             limit = min(params.max_tokens, room)
             jobs.append(Job(token_ids, replace(params, max_tokens=limit), prompt.n, prompt.cache_salt))
         return Request(jobs, _text_options(fields), _answer_options(prompt, fields, params))
 
     def tokenize(self, request: PromptRequest) -> list[list[int]]:
         """Token ids of each prompt of a request, in order. Raises BadRequest, UnknownModel."""
-        if request.model != self.limits.name:
+        if request.model != self.model.name:
             raise UnknownModel(
-                f"model: {request.model!r} is not served here, {self.limits.name!r} is", param="model"
+                f"model: {request.model!r} is not served here, {self.model.name!r} is", param="model"
             )
         if request.opaque:
             raise BadRequest(f"{request.opaque}: not supported", param=request.opaque)
@@ -234,16 +236,16 @@ class RequestReader:
 
     def _check_ids(self, token_ids: list[int], field: str) -> None:
         # An id beyond the vocabulary would not fail one request: it would fail the step of all.
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.limits.vocabulary:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.model.vocabulary:
             raise BadRequest(
-                f"{field}: token ids are 0 to {self.limits.vocabulary - 1} for this model", param=field
+                f"{field}: token ids are 0 to {self.model.vocabulary - 1} for this model", param=field
             )
 
     def _check_sizes(
         self, prompt: PromptRequest, prompts: list[list[int]], fields: "_ChatFields | _CompletionFields"
     ) -> None:
         field = "messages" if prompt.kind is PromptKind.CHAT else "prompt"
-        limit = self.limits.max_tokens
+        limit = self.model.max_tokens
         longest = max(map(len, prompts))
         if longest >= limit:
             raise BadRequest(
@@ -266,7 +268,7 @@ class RequestReader:
         self._check_ids(stop_ids, "stop_token_ids")
         temperature = _or(fields.temperature, 1.0)
         seed = self._seeds.getrandbits(64) if fields.seed is None else fields.seed
-        max_tokens = _or(prompt.max_tokens, self.limits.max_tokens)
+        max_tokens = _or(prompt.max_tokens, self.model.max_tokens)
         min_tokens = fields.min_tokens or 0
         if min_tokens > max_tokens:
             raise BadRequest(f"min_tokens: at most max_tokens ({max_tokens})", param="min_tokens")
@@ -283,7 +285,7 @@ class RequestReader:
             repetition_penalty=_or(fields.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(fields.logit_bias or {}),
             stop_token_ids=frozenset(stop_ids)
-            | (frozenset() if fields.ignore_eos else self.limits.eos_token_ids),
+            | (frozenset() if fields.ignore_eos else self.model.eos_token_ids),
             logprobs=_logprobs(fields),
             prompt_logprobs=fields.prompt_logprobs,
         )
