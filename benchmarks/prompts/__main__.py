@@ -98,6 +98,7 @@ def measure(directory: Path, cmd: str) -> list[report.Figure]:
     assert (stats.whole - stats.checks, stats.seen, stats.grown) == (1, REPEATS, REPEATS)
     return [
         report.machine(),
+        report.statement("command", cmd),
         report.statement(
             "workload",
             f"{len(known)} messages, {len(body(known)) >> 10} KB, seed {SEED}; a turn adds about 1.4 KB; "

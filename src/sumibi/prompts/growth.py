@@ -10,8 +10,8 @@ Whether a template is like that cannot be read off its source, so it is tried (`
 with everything that makes templates look back or ahead (thinking, tool calls and their results,
 consecutive messages of one role, with and without a system prompt), cut at every place, each rendered
 whole and grown. Proofs are per use: with or without tools, and for each set of template arguments.
-Message content could still matter in a way that no script shows, which is why `PromptReader` recomputes a
-share of its answers.
+Message content could still matter in a way that no script shows, which is why `sumibi.prompts.chats` checks
+a share of what it recognised.
 """
 
 from collections.abc import Sequence
