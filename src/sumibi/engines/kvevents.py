@@ -69,6 +69,7 @@ async def follow(source: EventSource, sink: Sink, context: zmq.asyncio.Context) 
     Raises zmq.ZMQError if the address cannot be bound or is malformed.
     """
     socket = context.socket(zmq.SUB)
+    monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | _CLOSED)
     try:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
@@ -78,7 +79,6 @@ async def follow(source: EventSource, sink: Sink, context: zmq.asyncio.Context) 
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | _CLOSED)
         if source.bind:
             socket.bind(source.address)
         else:
@@ -88,6 +88,7 @@ async def follow(source: EventSource, sink: Sink, context: zmq.asyncio.Context) 
             tasks.create_task(_receive(socket, sink))
     finally:
         socket.disable_monitor()
+        monitor.close()
         socket.close()
 
 
