@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sumibi.core.errors import BadRequest, ModelError
-from sumibi.prompts.template import ChatTemplate, UnsupportedContent, normalise
+from sumibi.prompts.template import ChatTemplate, SharedObject, UnsupportedContent, normalise
 
 TOOLS = [
     {
@@ -214,6 +214,13 @@ def test_templates_have_what_transformers_gives_them(source, expected, transform
         assert oracle.apply_chat_template(HI, chat_template=source, tokenize=False) == expected
 
 
+def test_a_shared_tool_is_written_as_any_other_under_every_option():
+    written = ["tojson", "tojson(indent=1)", "tojson(separators=[',', ':'])", "tojson", "list"]
+    source = "".join("{{ tools[0] | " + how + " }}" for how in written)
+    template = ChatTemplate({"default": source + "{{ tools[0]._texts is defined }}"})
+    assert template.render(HI, tools=[SharedObject(TOOLS[0])]) == template.render(HI, tools=TOOLS)
+
+
 def test_a_date_is_todays_and_known_to_change():
     template = ChatTemplate({"default": "{{ strftime_now('%Y-%m-%d') }}"})
     before = datetime.now().strftime("%Y-%m-%d")
@@ -277,6 +284,14 @@ def test_a_template_in_the_config_is_found(tmp_path, checkpoint):
     configure(directory, [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}])
     assert ChatTemplate.load(directory).render(HI) == "two"
     assert ChatTemplate.load(directory).render(HI, tools=TOOLS) == "three"
+
+
+@pytest.mark.parametrize("wrong", [3, {"default": "x"}, ["x"], [{"name": "default"}]])
+def test_a_template_entry_that_is_malformed_is_an_error(tmp_path, checkpoint, wrong):
+    directory = directory_with(tmp_path, checkpoint)
+    configure(directory, wrong)
+    with pytest.raises(ModelError, match="neither a text nor a list"):
+        ChatTemplate.load(directory)
 
 
 def test_template_files_win_over_the_config(tmp_path, checkpoint):

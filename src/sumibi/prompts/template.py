@@ -39,20 +39,13 @@ _TEXT_PARTS = {
 
 
 class SharedObject(dict[str, Any]):
-    """A JSON object that many prompts show unchanged (a tool): its JSON text is written once."""
+    """A JSON object that many prompts show unchanged (a tool): `tojson` writes its text once."""
 
-    __slots__ = ("_texts",)
+    __slots__ = ("_texts",)  # private: a template must not see more than a dict
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
-        self._texts: dict[tuple[object, ...], str] = {}
-
-    def json(self, options: tuple[object, ...], write: Callable[[], str]) -> str:
-        """Its text under these options of `tojson`; written by `write` the first time."""
-        text = self._texts.get(options)
-        if text is None:
-            text = self._texts[options] = write()
-        return text
+        self._texts: dict[str, str] = {}
 
 
 class UnsupportedContent(BadRequest):
@@ -276,9 +269,14 @@ def _read_templates(directory: Path) -> dict[str, str]:
     configured = read_tokenizer_config(directory).get("chat_template")
     if isinstance(configured, str):
         return {"default": configured}
-    if isinstance(configured, list):
-        return {entry["name"]: entry["template"] for entry in configured}
-    return {}
+    if configured is None:
+        return {}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in configured}
+    except (TypeError, KeyError) as cause:
+        raise ModelError(
+            f"{directory}/tokenizer_config.json: chat_template is neither a text nor a list of named ones"
+        ) from cause
 
 
 def _compile(name: str, source: str) -> _Compiled:
@@ -306,15 +304,18 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML; a model must see plain JSON."""
-
-    def write() -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-
-    if isinstance(value, SharedObject):
-        return value.json((ensure_ascii, indent, separators, sort_keys), write)
-    return write()
+    options: dict[str, Any] = {
+        "ensure_ascii": ensure_ascii,
+        "indent": indent,
+        "separators": separators,
+        "sort_keys": sort_keys,
+    }
+    if not isinstance(value, SharedObject):
+        return json.dumps(value, **options)
+    spelling = repr(options)
+    if spelling not in value._texts:
+        value._texts[spelling] = json.dumps(value, **options)
+    return value._texts[spelling]
 
 
 def _raise_exception(message: str) -> None:
