@@ -4,10 +4,12 @@ On a terminal rich draws progress bars; elsewhere (a pipe, CI) the same steps ar
 honours NO_COLOR by itself. Everything that a program may want to read goes to stdout, progress to stderr.
 """
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,13 +79,22 @@ def print_running(running: Running) -> None:
     """After `sumibi up`: the URL, a line to try, how to stop."""
     record = running.record
     print("ready" if running.started else "already running", f"at {record.url}/v1 (model {record.model})")
+    command = _own_command()
     print(
         "\ntry it:\n"
         f"  curl {record.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{record.model}", "max_tokens": 32,'
         ' "messages": [{"role": "user", "content": "What is charcoal?"}]}\'\n'
-        "\nlook at it:  sumibi status\nstop it:     sumibi down"
+        f"\nlook at it:  {command} status\nstop it:     {command} down"
     )
+
+
+def _own_command() -> str:
+    """How to call this very installation from here: by name if the shell would find it."""
+    own = Path(sys.prefix) / "bin" / "sumibi"
+    if shutil.which("sumibi") == str(own):
+        return "sumibi"
+    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
 
 
 def print_status(status: Status, *, json: bool) -> None:
@@ -113,14 +124,13 @@ def _processes(stack: RunRecord) -> "Table":
 
 def _endpoints(fleet: Fleet) -> "Table":
     """The caches: how well they are known, how full they are."""
-    table = _table("endpoint", "up", "cache known", "tokens cached", "of", "requests", "wait s")
+    table = _table("endpoint", "up", "cache is known", "tokens cached", "requests", "wait s")
     for one in fleet.endpoints:
         table.add_row(
-            one.endpoint,
+            one.endpoint.removeprefix("http://").removesuffix("#0"),
             "yes" if one.up else "no",
             one.grade if one.suspect is None else f"{one.grade} ({one.suspect})",
-            str(one.blocks * one.block_tokens),
-            str(one.kv_tokens or "?"),
+            f"{one.blocks * one.block_tokens} of {one.kv_tokens or '?'}",
             str(one.inflight),
             f"{one.wait_s:.2f}",
         )

@@ -51,7 +51,7 @@ def body(**more) -> dict:
 def test_up_prints_a_url_a_curl_line_and_how_to_stop(stack):
     started, url = stack
     assert f"ready at {url}/v1 (model tiny)" in started.stdout
-    assert "sumibi down" in started.stdout
+    assert "sumibi down\n" in started.stdout
     assert "engine-1: ready" in started.stderr
 
 
