@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing_lab import BLOCK, MODEL, Engine, Lab, keys_of, prompt
+from routing_lab import BLOCK, MODEL, REPEATABLE, Engine, Lab, keys_of, prompt
 
 from sumibi.core.kvevents import BlockStored, EventBatch
 from sumibi.routing.events import (
@@ -525,7 +525,7 @@ class Wire:
 
 
 @given(actions, st.booleans())
-@settings(max_examples=250, deadline=None)
+@settings(REPEATABLE, max_examples=250)
 def test_with_replay_the_index_converges_to_each_engine_s_cache_after_any_disorder(actions, starts):
     wire = Wire(replay=True, starts=starts)
     for action in actions:
@@ -534,7 +534,7 @@ def test_with_replay_the_index_converges_to_each_engine_s_cache_after_any_disord
 
 
 @given(actions)
-@settings(max_examples=250, deadline=None)
+@settings(REPEATABLE, max_examples=250)
 def test_without_replay_the_index_converges_to_each_engine_s_cache_after_a_clear(actions):
     wire = Wire(replay=False, starts=True)
     for action in actions:

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_lab import REPEATABLE
 
 from sumibi.routing.index import BLOCK_BYTES, BlockIndex
 
@@ -39,7 +40,7 @@ changes = st.lists(
 
 
 @given(changes)
-@settings(max_examples=300, deadline=None)
+@settings(REPEATABLE, max_examples=300)
 def test_runs_equal_a_scan_from_the_root_whatever_comes_and_goes(changes):
     index, held = BlockIndex(1000), set()
     for _ in range(3):

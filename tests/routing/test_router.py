@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from routing_lab import BLOCK, MODEL, Lab, keys_of, prompt
+from routing_lab import BLOCK, MODEL, REPEATABLE, Lab, keys_of, prompt
 
 from sumibi.core.errors import ConfigError, SumibiError
 from sumibi.routing.config import RouterConfig
@@ -623,6 +623,6 @@ class Requests(RuleBasedStateMachine):
 
 
 Requests.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    REPEATABLE, max_examples=120, stateful_step_count=60, suppress_health_check=list(HealthCheck)
 )
 TestNoReservationLeaksOnAnyPath = Requests.TestCase

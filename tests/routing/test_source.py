@@ -1,6 +1,6 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing_lab import keys_of, prompt
+from routing_lab import REPEATABLE, keys_of, prompt
 
 from sumibi.core.keys import extend_keys, root_key
 from sumibi.core.kvevents import AllBlocksCleared, BlockRemoved, BlockStored
@@ -82,7 +82,7 @@ def test_one_large_engine_block_makes_several_routing_blocks():
     st.sampled_from([(16, 32), (32, 16), (16, 16), (48, 32), (32, 48), (8, 32)]),
     st.lists(st.tuples(st.booleans(), st.integers(0, 11), st.integers(1, 3)), max_size=40),
 )
-@settings(max_examples=200, deadline=None)
+@settings(REPEATABLE, max_examples=200)
 def test_a_routing_block_is_there_exactly_while_every_engine_block_under_it_is(sizes, steps):
     """Any ratio of sizes, blocks stored several times, removed early, never parent after child."""
     engine_size, size = sizes
