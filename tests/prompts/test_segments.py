@@ -35,6 +35,8 @@ def test_keys_and_tokens_are_those_of_the_whole_path(read, limit_bytes):
     store = SegmentStore(BLOCK, limit_bytes=limit_bytes, keep_token_ids=True)
     for path in read:
         end, _ = put(store, path)
+        if path:  # as a conversation is remembered: where it ended, and where it goes on
+            store.name(repr(path).encode(), Place(end, end.parent))
         assert end.tokens == len(whole(path))
         assert store.use(end) == (extend_keys(ROOT, whole(path), BLOCK), whole(path))
         store.check_integrity()

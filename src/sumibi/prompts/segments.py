@@ -22,6 +22,8 @@ _SEGMENT_BYTES = 550
 """A segment without its text, tokens and keys: measured, with its part of the dicts that hold it."""
 _KEY_BYTES = 44
 """One key: a 64-bit int object, and its slot in a list."""
+_SLOT_BYTES = 8
+"""A key in one more list."""
 _NAME_BYTES = 400
 """One name with its place."""
 _NAMES_PER_SEGMENT = 8
@@ -33,6 +35,7 @@ class Segment:
 
     __slots__ = (
         "children",
+        "held_keys",
         "key",
         "keys",
         "last_use",
@@ -55,6 +58,8 @@ class Segment:
         """Key of the path's last full block; the root key before the first."""
         self.keys: Sequence[int] = _NO_KEYS
         """Keys of the blocks that this segment filled up."""
+        self.held_keys: list[int] | None = None
+        """Keys of the whole path up to here, where a conversation is likely to go on."""
         self.pending: array[int] | None = None
         """Tokens after the last full block; None if there are none."""
         self.token_ids: array[int] | None = None
@@ -134,11 +139,11 @@ class SegmentStore:
         if len(end.names) == _NAMES_PER_SEGMENT:
             del self._places[end.names.pop(0)]
         else:
-            size = _NAME_BYTES + getsizeof(place.tail)
-            end.size_bytes += size
-            self.bytes += size
+            self._resize(end, _NAME_BYTES + getsizeof(place.tail))
         end.names.append(name)
         self._places[name] = place
+        if place.base is not None:
+            self._hold_keys(place.base)
 
     def find(self, name: bytes) -> Place | None:
         """The place known as `name`."""
@@ -149,25 +154,54 @@ class SegmentStore:
         self._uses += 1
         end.last_use = self._uses
         self._order.move_to_end(end)
-        path = []
-        at = end
-        while at.parent is not None:
-            path.append(at)
-            at = at.parent
-        path.reverse()
-        keys: list[int] = []
+        path, holder = self._climb(end)
+        keys = list(holder.held_keys or ())
         for segment in path:
             if segment.keys:
                 keys += segment.keys
-        token_ids = None
-        if self._keep_token_ids:
-            ids = array("I")
-            for segment in path:
-                if segment.token_ids:
-                    ids += segment.token_ids
-            token_ids = ids.tolist()
+        token_ids = self._token_ids(end) if self._keep_token_ids else None
         self._make_room()
         return keys, token_ids
+
+    def _climb(self, end: Segment) -> tuple[list[Segment], Segment]:
+        """The path to `end` after the last segment that holds all keys up to itself, and that segment."""
+        path = []
+        at = end
+        while at.parent is not None and at.held_keys is None:
+            path.append(at)
+            at = at.parent
+        path.reverse()
+        return path, at
+
+    def _hold_keys(self, base: Segment) -> None:
+        """Let `base` hold all keys of its path, taken over from the segment before it that held them."""
+        path, holder = self._climb(base)
+        if not path:
+            return
+        keys = holder.held_keys or []
+        self._resize(holder, -_SLOT_BYTES * len(keys))
+        holder.held_keys = None
+        for segment in path:
+            keys += segment.keys
+        base.held_keys = keys
+        self._resize(base, _SLOT_BYTES * len(keys))
+
+    @staticmethod
+    def _token_ids(end: Segment) -> list[int]:
+        parts = []
+        at = end
+        while at.parent is not None:
+            if at.token_ids:
+                parts.append(at.token_ids)
+            at = at.parent
+        ids = array("I")
+        for part in reversed(parts):
+            ids += part
+        return ids.tolist()
+
+    def _resize(self, segment: Segment, more_bytes: int) -> None:
+        segment.size_bytes += more_bytes
+        self.bytes += more_bytes
 
     def _insert(self, parent: Segment, name: Hashable, token_ids: "array[int]", key: int) -> Segment:
         segment = Segment(parent, name, parent.tokens + len(token_ids), key)
@@ -182,9 +216,8 @@ class SegmentStore:
         parent.children[name] = segment
         self._order[segment] = None
         segment.last_use = self._uses
-        held = sum(map(getsizeof, (name, segment.pending, segment.token_ids)))
-        segment.size_bytes = _SEGMENT_BYTES + _KEY_BYTES * len(segment.keys) + held
-        self.bytes += segment.size_bytes
+        texts_and_tokens = sum(map(getsizeof, (name, segment.pending, segment.token_ids)))
+        self._resize(segment, _SEGMENT_BYTES + _KEY_BYTES * len(segment.keys) + texts_and_tokens)
         return segment
 
     def _make_room(self) -> None:
