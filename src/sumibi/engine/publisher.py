@@ -121,15 +121,22 @@ class ZmqPublisher:
             poller.register(self._replay, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if self._inbox in ready:
-                frames = self._inbox.recv_multipart()
-                if len(frames) == 1:
-                    return
-                number, payload = frames
-                self._kept.append((number, payload))
-                self._pub.send_multipart([self._topic, number, payload])
+            # In this order: what was handed over before a request came is part of its answer.
+            if not self._take_batches():
+                return
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay, self._replay.recv_multipart())
+
+    def _take_batches(self) -> bool:
+        """Publish what was handed over; False once `stop` has said that nothing more comes."""
+        while self._inbox.poll(0):
+            frames = self._inbox.recv_multipart()
+            if len(frames) == 1:
+                return False
+            number, payload = frames
+            self._kept.append((number, payload))
+            self._pub.send_multipart([self._topic, number, payload])
+        return True
 
     def _answer(self, replay: "zmq.Socket[bytes]", request: list[bytes]) -> None:
         """Send what is kept from the wanted sequence on; a request of another form is ignored."""
