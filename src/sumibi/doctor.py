@@ -49,21 +49,31 @@ class Check:
 def examine(state_dir: Path) -> list[Check]:
     """Every check, in the order in which one would fix things."""
     status = read_status(state_dir)
-    machine = [_python(), _cores(), _memory(status), _torch(), _zmq(), _model(), _disk()]
+    machine = [
+        check_python(),
+        check_cores(),
+        check_memory(status),
+        check_torch(),
+        check_zmq(),
+        check_model(),
+        check_disk(),
+    ]
     if not status.running:
-        return [*machine, _ports()]
-    return [*machine, *_processes(status), *_caches(status), *_fallbacks(status)]
+        return [*machine, check_ports()]
+    return [*machine, *check_processes(status), *check_caches(status), *check_fallbacks(status)]
 
 
 def _ok(name: str, found: str) -> Check:
     return Check(name, Verdict.OK, found)
 
 
-def _python() -> Check:
+def check_python() -> Check:
+    """Which interpreter runs."""
     return _ok("python", f"{sys.version.split()[0]} in {sys.prefix}")
 
 
-def _cores() -> Check:
+def check_cores() -> Check:
+    """A core for each replica."""
     cores = len(os.sched_getaffinity(0))
     if cores >= load_stack().engines.count:
         return _ok("cores", f"{cores} for this process")
@@ -75,7 +85,8 @@ def _cores() -> Check:
     )
 
 
-def _memory(status: Status) -> Check:
+def check_memory(status: Status) -> Check:
+    """Room for two replicas, unless they run already."""
     available = _available_memory_bytes()
     found = f"{available / 1e9:.1f} GB available"
     if status.running or available >= 2 * _ENGINE_MEMORY_BYTES:
@@ -99,7 +110,7 @@ print(torch.__version__, packing_works(torch.bfloat16))
 """
 
 
-def _torch() -> Check:
+def check_torch() -> Check:
     """The fast path on a CPU is a product from packed bfloat16 weights, which the engine probes itself."""
     try:
         asked = subprocess.run(
@@ -129,7 +140,8 @@ def _torch() -> Check:
     return Check("torch", Verdict.WARNING, f"{version}: {why}", fix)
 
 
-def _zmq() -> Check:
+def check_zmq() -> Check:
+    """KV events travel over Unix sockets."""
     import zmq
 
     if zmq.has("ipc"):
@@ -137,7 +149,8 @@ def _zmq() -> Check:
     return Check("zmq", Verdict.PROBLEM, "has no ipc transport", "install pyzmq from a wheel")
 
 
-def _model() -> Check:
+def check_model() -> Check:
+    """The built-in model is there and whole."""
     try:
         from sumibi.engine.fetch import models_directory
         from sumibi.engine.manifest import check
@@ -158,7 +171,8 @@ def _model() -> Check:
     return _ok("model", str(directory))
 
 
-def _disk() -> Check:
+def check_disk() -> Check:
+    """Room to fetch and convert a model."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     existing = next(parent for parent in (cache, *cache.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -168,7 +182,8 @@ def _disk() -> Check:
     return Check("disk", Verdict.WARNING, found, f"fetching a model takes {_MODEL_DISK_BYTES / 1e9:.1f} GB")
 
 
-def _ports() -> Check:
+def check_ports() -> Check:
+    """Nobody else listens on the stack's ports."""
     try:
         stack = load_stack(DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
     except SumibiError as cause:
@@ -180,7 +195,8 @@ def _ports() -> Check:
     return Check("ports", Verdict.PROBLEM, "; ".join(taken), "stop what listens there, or change the key")
 
 
-def _processes(status: Status) -> list[Check]:
+def check_processes(status: Status) -> list[Check]:
+    """Every process of the running stack is ready and has not died."""
     if status.stack is None:
         return [Check("stack", Verdict.WARNING, status.problem, "wait for `sumibi up`")]
     checks = []
@@ -198,7 +214,7 @@ def _processes(status: Status) -> list[Check]:
     return checks
 
 
-def _caches(status: Status) -> list[Check]:
+def check_caches(status: Status) -> list[Check]:
     """How well the gateway knows each endpoint's cache."""
     if status.fleet is None:
         return [Check("gateway", Verdict.PROBLEM, status.problem, "see gateway.log in the state directory")]
@@ -227,7 +243,7 @@ _FALLBACKS = {
 """Counters of the gateway that are 0 while nothing falls back, with what to do about them."""
 
 
-def _fallbacks(status: Status) -> list[Check]:
+def check_fallbacks(status: Status) -> list[Check]:
     """What the gateway had to do in a lesser way."""
     if status.stack is None or status.fleet is None:
         return []

@@ -11,6 +11,11 @@ import openai
 import psutil
 import pytest
 
+from sumibi.admin import Admin
+from sumibi.demo.play import Door, play
+from sumibi.demo.script import SEED, busy_request, prefix_phases
+from sumibi.demo.texts import Texts
+
 LONG = "embers keep the kettle warm through the night. " * 20
 
 
@@ -133,6 +138,22 @@ def test_a_bad_request_is_answered_in_openai_s_shape_and_loses_nothing(url, sent
     error = answer.json()["error"]
     assert said in error["message"] + str(error.get("param"))
     assert httpx.post(f"{url}/v1/chat/completions", json=body(), timeout=30).status_code == 200
+
+
+def test_the_demonstration_plays_on_a_stack_and_reads_placements_back(url, sumibi):
+    texts = Texts(len, SEED)  # the tiny model's tokens are bytes
+    admin = Admin.of(sumibi.state, status(sumibi)["stack"]["admin_url"])
+    shown: list[str] = []
+    steps = [step for step in prefix_phases(texts) if step.phase < 6]
+    door = Door(url, "tiny", admin)
+    results = list(play(door, steps, "cost", busy_request(texts), lambda who, what, done: shown.append(what)))
+    one, two, three, four, five = results
+    assert one.endpoint == two.endpoint == three.endpoint != ""
+    assert four.endpoint == five.endpoint
+    assert (one.cached_tokens, four.cached_tokens) == (0, 0)
+    assert min(two.cached_tokens, three.cached_tokens, five.cached_tokens) >= 1400
+    assert all(result.ttft_s > 0 for result in results)
+    assert len(shown) == 5
 
 
 def load(url: str, answers: list[str], turns: int) -> list[threading.Thread]:

@@ -1,0 +1,141 @@
+"""What the doctor says of things that are not well: each has a verdict and a fix."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from sumibi import doctor
+from sumibi.admin import Fleet
+from sumibi.core.latency import CPU_CORE_135M
+from sumibi.doctor import Verdict
+from sumibi.local.runfile import ChildRecord, ChildState, RunRecord
+from sumibi.routing.events import Grade
+from sumibi.routing.views import Counters, EndpointView
+from sumibi.status import Status
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def endpoint(**changed) -> EndpointView:
+    numbers = dict.fromkeys(
+        ("epoch", "blocks", "inflight", "prefilling", "decoding", "prefill_tokens", "dispatched"), 0
+    )
+    floats = dict.fromkeys(
+        ("wait_s", "foreign_running", "foreign_waiting", "fixed_factor", "work_factor", "decode_factor"), 0.0
+    )
+    unknown = dict.fromkeys(
+        (
+            "suspect",
+            "last_sequence",
+            "kv_tokens",
+            "free_tokens",
+            "max_sequences",
+            "running",
+            "waiting",
+            "kv_usage",
+            "scraped_t",
+        )
+    )
+    fields = {
+        "endpoint": "http://127.0.0.1:8001#0",
+        "models": ["m"],
+        "up": True,
+        "grade": Grade.EXACT,
+        "reachable": True,
+        "has_events": True,
+        "block_tokens": 32,
+        "latency": CPU_CORE_135M,
+    }
+    return EndpointView(**(numbers | floats | unknown | fields | changed))
+
+
+def child(**changed) -> ChildRecord:
+    fields = {
+        "name": "engine-0",
+        "state": ChildState.READY,
+        "pid": 1,
+        "restarts": 0,
+        "health_url": "",
+        "cores": (),
+        "log": "the.log",
+    }
+    return ChildRecord(**(fields | changed))
+
+
+def running(children=(), endpoints=()) -> Status:
+    stack = RunRecord(pid=1, model="m", url="http://127.0.0.1:9", admin_url="", children=list(children))
+    fleet = Fleet(endpoints=list(endpoints), counters=Counters())
+    return Status(running=True, ready=True, problem="", stack=stack, fleet=fleet)
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "said"),
+    [
+        (child(), Verdict.OK, "ready"),
+        (child(restarts=2, exit="signal SIGKILL"), Verdict.WARNING, "2 restarts, last signal SIGKILL"),
+        (
+            child(state=ChildState.FAILED, exit="exit code 3"),
+            Verdict.PROBLEM,
+            "failed, 0 restarts (exit code 3)",
+        ),
+    ],
+)
+def test_a_process_that_died_is_shown_with_its_log(state, verdict, said):
+    (check,) = doctor.check_processes(running([state]))
+    assert check.verdict is verdict
+    assert said in check.found
+    assert ("the.log" in check.fix) == (verdict is not Verdict.OK)
+
+
+@pytest.mark.parametrize(
+    ("view", "verdict", "said"),
+    [
+        (endpoint(), Verdict.OK, "exact"),
+        (endpoint(grade=Grade.APPROXIMATE, has_events=False), Verdict.WARNING, "no KV events"),
+        (endpoint(grade=Grade.APPROXIMATE), Verdict.WARNING, "a gap"),
+        (endpoint(grade=Grade.NONE, suspect="refused a connection"), Verdict.WARNING, "refused a connection"),
+        (endpoint(up=False), Verdict.PROBLEM, "down"),
+    ],
+)
+def test_a_cache_that_is_not_known_exactly_is_shown_with_the_reason(view, verdict, said):
+    (check,) = doctor.check_caches(running(endpoints=[view]))
+    assert check.verdict is verdict
+    assert said in check.found
+
+
+def test_a_gateway_that_does_not_answer_is_a_problem():
+    (check,) = doctor.check_fallbacks(running())
+    assert check.verdict is Verdict.PROBLEM
+    assert "http://127.0.0.1:9/metrics" in check.found
+
+
+def test_a_port_in_use_is_a_problem_that_names_the_key(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (tmp_path / "stack.yaml").write_text(f"gateway: {{port: {port}}}\n")
+        check = doctor.check_ports()
+    assert check.verdict is Verdict.PROBLEM
+    assert f"127.0.0.1:{port} (Address already in use): change gateway.port" in check.found
+
+
+def test_a_stack_file_with_a_typo_is_a_problem(tmp_path):
+    (tmp_path / "stack.yaml").write_text("gatway: {}\n")
+    assert "did you mean 'gateway'" in doctor.check_ports().found
+
+
+def test_a_model_is_missing_or_half_there_or_whole(tmp_path):
+    assert doctor.check_model().verdict is Verdict.WARNING
+    directory = tmp_path / "sumibi/models/smollm2-135m-instruct"
+    directory.mkdir(parents=True)
+    manifest = Path(directory / "sumibi-manifest.json")
+    manifest.write_text('{"complete": false}')
+    assert doctor.check_model().verdict is Verdict.PROBLEM
+    manifest.write_text('{"complete": true}')
+    assert doctor.check_model().verdict is Verdict.OK
