@@ -75,6 +75,7 @@ features = st.builds(
 @given(
     st.lists(features, min_size=1, max_size=8), st.integers(0, 99), st.sampled_from([*POLICIES]), st.text()
 )
+@settings(REPEATABLE)
 def test_a_record_alone_recomputes_its_pick(candidates, number, policy, request):
     decision = Decision(
         id="d",

@@ -58,7 +58,7 @@ def test_runs_equal_a_scan_from_the_root_whatever_comes_and_goes(changes):
         index.check_integrity()
     for path in PATHS:
         assert lengths(index, path, 3) == {h: scan(held, path, h) for h in range(3)}
-    assert [index.blocks(h) for h in range(3)] == [sum(h == holder for h, _ in held) for holder in range(3)]
+    assert [index.counts[h] for h in range(3)] == [sum(h == holder for h, _ in held) for holder in range(3)]
 
 
 def test_bisection_finds_every_holder_on_a_long_prompt():
@@ -90,7 +90,7 @@ def test_a_full_index_leaves_new_blocks_out_and_says_how_many():
     assert index.add(holder, None, [1, 2, 3]) == 0
     assert index.add(holder, None, [11, 12, 13]) == 2
     assert index.add(holder, 77, [78]) == 1
-    assert (len(index), index.refused_blocks, index.blocks(holder)) == (4, 3, 4)
+    assert (len(index), index.refused_blocks, index.counts[holder]) == (4, 3, 4)
     index.remove(holder, [1, 2, 3])
     assert index.add(holder, 11, [12, 13]) == 0
     index.check_integrity()

@@ -13,50 +13,47 @@ from collections.abc import Sequence
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Owner
-from sumibi.routing.requests import Request
+from sumibi.routing.requests import Attempt, Request
 
 
 class Computing:
-    """The prompts that are being computed or whose events are still to come."""
+    """The prompts that are being computed, or whose events are still to come."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        self._prompts: dict[Owner, Request] = {}
+        self._prompts: dict[Endpoint, dict[Owner, tuple[Request, Attempt]]] = {}
+        self._ended: dict[Owner, Attempt] = {}
+        """Those whose attempt is over: they have until `settled_by_t`."""
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, attempt: Attempt) -> None:
         """It was placed: its blocks are pending there."""
-        self._prompts[request.owner] = request
+        self._prompts.setdefault(attempt.endpoint, {})[request.owner] = (request, attempt)
 
-    def computed(self, request: Request, t: float) -> None:
-        """Its prefill is over: the events may have come before."""
-        self._settle(request, t)
+    def computed(self, request: Request, attempt: Attempt, t: float) -> None:
+        """Its prefill is over; the events may have come before."""
+        self._settle(request, attempt, t)
 
-    def end(self, request: Request, t: float, *, computed: bool) -> None:
+    def end(self, request: Request, attempt: Attempt, t: float, *, computed: bool) -> None:
         """Its attempt is over."""
-        attempt = request.attempt
-        assert attempt is not None
         feed = attempt.endpoint.feed
         if computed and attempt.current and feed is not None and request.announced(attempt.endpoint):
-            attempt.settled_by_t = t + feed.lag_s
+            if request.owner in self._prompts.get(attempt.endpoint, ()):
+                attempt.settled_by_t = t + feed.lag_s
+                self._ended[request.owner] = attempt
         else:
-            self._prompts.pop(request.owner, None)
+            self._forget(request.owner, attempt)
 
     def announced(self, endpoint: Endpoint, t: float) -> None:
         """Events of `endpoint` were taken into the index."""
-        for request in list(self._prompts.values()):
-            attempt = request.attempt
-            if attempt is not None and attempt.endpoint is endpoint and attempt.first_token_t is not None:
-                self._settle(request, t)
+        for request, attempt in list(self._prompts.get(endpoint, {}).values()):
+            if attempt.first_token_t is not None:
+                self._settle(request, attempt, t)
 
     def expire(self, t: float) -> None:
         """Let go of what should have been announced by now."""
-        for owner, request in list(self._prompts.items()):
-            attempt = request.attempt
-            if attempt is not None and attempt.settled_by_t is not None and attempt.settled_by_t < t:
-                del self._prompts[owner]
+        late = [owner for owner, attempt in self._ended.items() if attempt.settled_by_t < t]
+        for owner in late:
+            self._forget(owner, self._ended[owner])
 
     def pending(
         self, keys: Sequence[int], length: int, have: dict[Endpoint, int], t: float
@@ -65,33 +62,36 @@ class Computing:
         (blocks from the root, seconds until they are computed).
         """
         found: dict[Endpoint, tuple[int, float]] = {}
-        for owner, request in self._prompts.items():
-            attempt = request.attempt
-            assert attempt is not None
-            endpoint = attempt.endpoint
+        for endpoint, prompts in self._prompts.items():
             known = have.get(endpoint)
-            if known is None or not attempt.current:
+            if known is None:
                 continue
-            if endpoint in found:
-                known = found[endpoint][0]
-            theirs = request.event.keys
-            if known >= length or known >= len(theirs) or keys[known] != theirs[known]:
-                continue
-            blocks = _common(keys, theirs, known + 1, min(length, len(theirs)))
-            left_s = endpoint.prefill_left_s(t, owner) if owner in endpoint.load.prefills else 0.0
-            found[endpoint] = (blocks, left_s)
+            for owner, (request, attempt) in prompts.items():
+                theirs = request.event.keys
+                if known >= length or known >= len(theirs) or keys[known] != theirs[known]:
+                    continue
+                if attempt.life is endpoint.load:
+                    known = _common(keys, theirs, known + 1, min(length, len(theirs)))
+                    computing = owner in attempt.life.prefills
+                    found[endpoint] = (known, endpoint.prefill_left_s(t, owner) if computing else 0.0)
         return found
 
-    def _settle(self, request: Request, t: float) -> None:
-        attempt = request.attempt
-        assert attempt is not None
+    def _settle(self, request: Request, attempt: Attempt, t: float) -> None:
         feed, keys = attempt.endpoint.feed, request.event.keys
         if feed is None or not attempt.current or not request.announced(attempt.endpoint):
             return
         if not keys or self._index.holds(feed.device, keys[-1]):
             assert attempt.first_token_t is not None
             feed.learn_lag(t - attempt.first_token_t)
-            del self._prompts[request.owner]
+            self._forget(request.owner, attempt)
+
+    def _forget(self, owner: Owner, attempt: Attempt) -> None:
+        self._ended.pop(owner, None)
+        prompts = self._prompts.get(attempt.endpoint)
+        if prompts is not None:
+            prompts.pop(owner, None)
+            if not prompts:
+                del self._prompts[attempt.endpoint]
 
 
 def _common(ours: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:

@@ -42,7 +42,7 @@ def price(
     learner, load = endpoint.learner, endpoint.load
     learner.sync()
     start, work_factor, decode_factor = learner.start, learner.work_factor, learner.decode_factor
-    foreign_running, foreign_waiting = endpoint.foreign(t)
+    foreign_running, foreign_waiting = endpoint.foreign(t) if endpoint.has_foreign else (0.0, 0.0)
 
     reused = matched_tokens + pending_tokens
     new = prompt_tokens - reused
@@ -50,11 +50,12 @@ def price(
     compute_s = start.a_s * learner.fixed_factor + work_s * work_factor
 
     inflight = load.inflight + foreign_running + foreign_waiting
-    wait_s = endpoint.prefill_left_s(t) + foreign_waiting * endpoint.typical_prefill_s
+    wait_s = foreign_waiting * endpoint.typical_prefill_s
+    if load.prefills:
+        wait_s += endpoint.prefill_left_s(t)
     decodes = load.decodes + foreign_running
-    own_context = prompt_tokens + output_tokens / 2
-    per_context_s = start.d2_s * decode_factor
-    step_growth_s = start.d1_s * decode_factor + per_context_s * own_context
+    context = prompt_tokens + output_tokens / 2
+    step_growth_s = decode_factor * (start.d1_s + start.d2_s * context)
     places = endpoint.max_sequences
     if places and inflight >= places:
         step_s = start.d0_s * decode_factor + places * step_growth_s
@@ -80,8 +81,8 @@ def price(
         compute_s,
         delay_s,
         evict_s,
-        max(wait_s, pending_s) + compute_s + delay_s + evict_s,
-        round(inflight),
+        (wait_s if wait_s > pending_s else pending_s) + compute_s + delay_s + evict_s,
+        inflight,
         load.prefill_tokens,
         endpoint.dispatched,
     )

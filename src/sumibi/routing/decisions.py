@@ -36,8 +36,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     evict_s: float
     """To recompute, later, what this request pushes out of the cache."""
     total_s: float
-    inflight: int
-    """Requests there, foreign ones included."""
+    inflight: float
+    """Requests there, foreign ones (a fading estimate) included."""
     prefill_tokens: int
     """Prompt tokens that our requests there still have to compute."""
     dispatched: int
@@ -49,7 +49,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return max(self.wait_s, self.pending_s) + self.compute_s
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One choice among candidates."""
 
     id: str
@@ -167,5 +167,5 @@ def _brief(c: Candidate) -> dict[str, object]:
         "matched_tokens": c.matched_tokens,
         "pending_tokens": c.pending_tokens,
         **{name: round(value, 4) for name, value in seconds.items()},
-        "inflight": c.inflight,
+        "inflight": round(c.inflight, 1),
     }

@@ -74,6 +74,7 @@ class Endpoint:
         "foreign_waiting",
         "grade",
         "has_events",
+        "has_foreign",
         "holders",
         "kv_tokens",
         "learner",
@@ -120,6 +121,7 @@ class Endpoint:
         """Bit set of the holders in the index whose blocks spare a prefill here."""
         self.signals: Signals | None = None
         self.foreign_running = self.foreign_waiting = self.foreign_t = 0.0
+        self.has_foreign = False
         self.learn_from(config.latency, Factors())
         self._half_life_s = config.foreign_half_life_s
         self._index = index
@@ -131,8 +133,9 @@ class Endpoint:
 
     def resident_blocks(self) -> int:
         """Blocks believed to be in its device cache."""
-        known = self._index.blocks(self.recall.holder)
-        return known + self._index.blocks(self.feed.device) if self.feed is not None else known
+        counts = self._index.counts
+        known = counts[self.recall.holder]
+        return known if self.feed is None else known + counts[self.feed.device]
 
     def attach(self, feed: Feed) -> None:
         """Its KV events are followed from now on."""
@@ -156,11 +159,10 @@ class Endpoint:
         self.foreign_waiting = float(min(foreign, waiting))
         self.foreign_running = foreign - self.foreign_waiting
         self.foreign_t = signals.scraped_t
+        self.has_foreign = foreign > 0
 
     def foreign(self, t: float) -> tuple[float, float]:
         """Foreign requests (running, waiting) as far as the last scrape still counts at `t`."""
-        if not self.foreign_running and not self.foreign_waiting:
-            return 0.0, 0.0
         fade = 0.5 ** ((t - self.foreign_t) / self._half_life_s)
         return self.foreign_running * fade, self.foreign_waiting * fade
 
@@ -194,6 +196,7 @@ class Endpoint:
         self.load = Load()
         self.busy.reset(None)
         self.foreign_running = self.foreign_waiting = 0.0
+        self.has_foreign = False
         self.recall.clear()
         if self.feed is not None:
             self.feed.forget()
@@ -293,7 +296,9 @@ class Fleet:
         One that just refused or broke a connection is passed over as long as there is another.
         """
         known = self.models.get(model)
-        up = [e for e in known.endpoints.values() if e.up and e.name != excluded] if known else []
+        if known is None:
+            return []
+        up = [e for e in known.endpoints.values() if e.up and e.name != excluded]
         reachable = [e for e in up if e.unreachable_t is None]
         return reachable or up
 

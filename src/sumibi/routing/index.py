@@ -46,7 +46,8 @@ class BlockIndex:
         self._held: list[int] = []
         self._run: list[int] = []
         self._free: list[int] = []
-        self._counts: list[int] = []
+        self.counts: list[int] = []
+        """Blocks held, by holder. To be read only."""
         self._idle_holders: list[int] = []
         self.refused_blocks = 0
         """Blocks left out because the index was full."""
@@ -63,17 +64,13 @@ class BlockIndex:
         """A number for a new holder, with no blocks."""
         if self._idle_holders:
             return self._idle_holders.pop()
-        self._counts.append(0)
-        return len(self._counts) - 1
+        self.counts.append(0)
+        return len(self.counts) - 1
 
     def remove_holder(self, holder: int) -> None:
         """Forget a holder and its blocks; its number may be given out again."""
         self.clear(holder)
         self._idle_holders.append(holder)
-
-    def blocks(self, holder: int) -> int:
-        """How many blocks it holds."""
-        return self._counts[holder]
 
     def holds(self, holder: int, key: int) -> bool:
         """Whether it holds this block (its run may not reach it)."""
@@ -116,7 +113,7 @@ class BlockIndex:
                     if self._child[slot] != _NONE:
                         self._reach(slot, bit)
             above = slot
-        self._counts[holder] += added
+        self.counts[holder] += added
         if above >= 0 and not held[above]:
             self._prune(above)
         return refused
@@ -144,7 +141,7 @@ class BlockIndex:
             if slot is None or not self._held[slot] & bit:
                 continue
             self._held[slot] ^= bit
-            self._counts[holder] -= 1
+            self.counts[holder] -= 1
             if self._run[slot] & bit:
                 self._run[slot] ^= bit
                 if self._child[slot] != _NONE:
@@ -154,7 +151,7 @@ class BlockIndex:
 
     def clear(self, holder: int) -> None:
         """`holder` has nothing any more. Looks at every block of the index (40 ms a million)."""
-        if not self._counts[holder]:
+        if not self.counts[holder]:
             return
         bit = 1 << holder
         held, run = self._held, self._run
@@ -165,7 +162,7 @@ class BlockIndex:
         for slot in touched:
             if not held[slot]:
                 self._prune(slot)
-        self._counts[holder] = 0
+        self.counts[holder] = 0
 
     def match(self, keys: Sequence[int], length: int, holders: int) -> list[tuple[int, int]]:
         """How far the runs of `holders` (a bit set) reach into the first `length` of `keys`.
@@ -275,7 +272,7 @@ class BlockIndex:
 
     def check_integrity(self) -> None:
         """Recompute counts and runs the slow way; raises SumibiError where they differ. For tests."""
-        counts = [0] * len(self._counts)
+        counts = [0] * len(self.counts)
         for key, slot in self._slots.items():
             if self._key[slot] != key:
                 raise SumibiError(f"index: slot {slot} has another key than the one it is found by")
@@ -291,5 +288,5 @@ class BlockIndex:
                 raise SumibiError(f"index: {key} is kept for nobody")
             for holder in range(len(counts)):
                 counts[holder] += self._held[slot] >> holder & 1
-        if counts != self._counts:
-            raise SumibiError(f"index: blocks held are {counts}, counters say {self._counts}")
+        if counts != self.counts:
+            raise SumibiError(f"index: blocks held are {counts}, counters say {self.counts}")

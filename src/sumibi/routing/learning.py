@@ -33,7 +33,7 @@ OWN_DELAY = 20
 class Factors:
     """Log factors on the coefficients of a latency model, and how often they were taught."""
 
-    __slots__ = ("decode", "decode_lessons", "fixed", "prefill_lessons", "work")
+    __slots__ = ("decode", "decode_lessons", "fixed", "lessons", "prefill_lessons", "work")
 
     def __init__(self) -> None:
         self.fixed = 0.0
@@ -41,6 +41,8 @@ class Factors:
         self.decode = 0.0
         self.prefill_lessons = 0
         self.decode_lessons = 0
+        self.lessons = 0
+        """Of both kinds: changes with every change of a factor."""
 
 
 class Learner:
@@ -52,7 +54,7 @@ class Learner:
         self.start = start
         self._shared = shared
         self._own = Factors()
-        self._seen = (-1, -1)
+        self._seen = -1
         self.fixed_factor = self.work_factor = self.decode_factor = 1.0
         self.sync()
 
@@ -73,10 +75,9 @@ class Learner:
     def sync(self) -> None:
         """Take over what other endpoints taught the shared factors meanwhile."""
         shared, own = self._shared, self._own
-        lessons = (shared.prefill_lessons, shared.decode_lessons)
-        if lessons == self._seen:
+        if self._seen == shared.lessons:
             return
-        self._seen = lessons
+        self._seen = shared.lessons
         self.fixed_factor = exp(_clip(shared.fixed + own.fixed, BAND))
         self.work_factor = exp(_clip(shared.work + own.work, BAND))
         self.decode_factor = exp(_clip(shared.decode + own.decode, BAND))
@@ -96,6 +97,7 @@ class Learner:
             factors.fixed = _clip(factors.fixed + rate * error * share, BAND)
             factors.work = _clip(factors.work + rate * error * (1 - share), BAND)
             factors.prefill_lessons += 1
+            factors.lessons += 1
         self.sync()
 
     def observe_decode(self, actual_step_s: float, sequences: float, mean_context_tokens: float) -> None:
@@ -109,6 +111,7 @@ class Learner:
         for factors, rate in zip((self._shared, self._own), _rates(self._shared.decode_lessons), strict=True):
             factors.decode = _clip(factors.decode + rate * error, BAND)
             factors.decode_lessons += 1
+            factors.lessons += 1
         self.sync()
 
 

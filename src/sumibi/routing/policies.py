@@ -22,10 +22,11 @@ models do not know it better, and a tie is free to be used for balance."""
 
 def cost(request: str, number: int, candidates: list[Candidate]) -> int:
     """Least seconds added; among ties least to compute, then fewest requests so far, then by hash."""
-    best = min(candidates, key=lambda c: c.total_s)
+    totals = [c.total_s for c in candidates]
+    best = candidates[totals.index(min(totals))]
     limit = best.total_s + SLACK * best.ttft_s
-    keys = [(-c.matched_tokens - c.pending_tokens, c.dispatched) for c in candidates]
-    return _least(request, keys, [c.total_s <= limit for c in candidates])
+    tied = [i for i, total_s in enumerate(totals) if total_s <= limit]
+    return _least(request, candidates, tied, lambda c: (-c.matched_tokens - c.pending_tokens, c.dispatched))
 
 
 def round_robin(request: str, number: int, candidates: list[Candidate]) -> int:
@@ -35,7 +36,8 @@ def round_robin(request: str, number: int, candidates: list[Candidate]) -> int:
 
 def least_loaded(request: str, number: int, candidates: list[Candidate]) -> int:
     """Fewest requests in flight; among ties fewest prompt tokens to compute, fewest so far, hash."""
-    return _least(request, [(c.inflight, c.prefill_tokens, c.dispatched) for c in candidates])
+    every = range(len(candidates))
+    return _least(request, candidates, every, lambda c: (c.inflight, c.prefill_tokens, c.dispatched))
 
 
 POLICIES: dict[str, Policy] = {"cost": cost, "round-robin": round_robin, "least-loaded": least_loaded}
@@ -63,10 +65,16 @@ def rerun(decisions: Iterable[Decision], policy: str | None = None) -> Iterator[
         )
 
 
-def _least(request: str, keys: Sequence[tuple[float, ...]], allowed: list[bool] | None = None) -> int:
-    indexes = [i for i in range(len(keys)) if allowed is None or allowed[i]]
-    least = min(keys[i] for i in indexes)
-    tied = [i for i in indexes if keys[i] == least]
-    if len(tied) == 1:
-        return tied[0]
-    return tied[xxh3_64_intdigest(request.encode()) % len(tied)]
+def _least(
+    request: str,
+    candidates: list[Candidate],
+    among: Sequence[int],
+    key: Callable[[Candidate], tuple[float, ...]],
+) -> int:
+    """The least by `key`; of several by a hash of the request, which is chance that can be repeated."""
+    if len(among) == 1:
+        return among[0]
+    keys = [key(candidates[i]) for i in among]
+    least = min(keys)
+    tied = [i for i, each in zip(among, keys, strict=True) if each == least]
+    return tied[0] if len(tied) == 1 else tied[xxh3_64_intdigest(request.encode()) % len(tied)]

@@ -42,7 +42,7 @@ class Attempt:
         self.decision = decision
         self.dispatched_t: float | None = None
         self.first_token_t: float | None = None
-        self.settled_by_t: float | None = None
+        self.settled_by_t = 0.0
         """After its end: until when its blocks may still be announced."""
 
     @property

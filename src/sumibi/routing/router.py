@@ -153,7 +153,7 @@ class Router:
             return
         attempt.endpoint.unreachable_t = None
         lessons.first_token(request, attempt, self._ledger, self._t)
-        self._computing.computed(request, self._t)
+        self._computing.computed(request, attempt, self._t)
 
     def _finished(self, event: Finished) -> None:
         request = self._requests.get(event.request)
@@ -179,7 +179,7 @@ class Router:
         endpoint = attempt.endpoint
         decodes = attempt.life.decodes
         computed = lessons.finished(request, attempt, self._ledger, event)
-        self._computing.end(request, self._t, computed=computed)
+        self._computing.end(request, attempt, self._t, computed=computed)
         if computed and event.cached_tokens is not None:
             self._count.predicted_cached_tokens += attempt.candidate.matched_tokens
             self._count.actual_cached_tokens += event.cached_tokens
@@ -265,7 +265,7 @@ class Router:
         self._ledger.reserve(reservation, endpoint.load, endpoint.load, self._t)
         endpoint.dispatched += 1
         request.state, request.attempt = State.RUNNING, attempt
-        self._computing.begin(request)
+        self._computing.begin(request, attempt)
 
     # --- endpoints ---
 
