@@ -171,6 +171,25 @@ def test_a_replay_that_keeps_failing_drops_the_blocks_and_is_tried_again_later()
     assert believed(lab, "e", [P1, P2]) == actual(engine, [P1, P2])
 
 
+def test_an_engine_that_comes_back_is_asked_at_once_though_asking_had_failed():
+    engine = Engine(20)
+    lab = following(engine)
+    publish(lab, engine, P1)
+    lab.tell(EndpointSuspect, endpoint="e", cause="connection refused")
+    for pause in (1.0, 2.0, 0.0):
+        lab.tell(ReplayEnded, endpoint="e", ok=False)
+        lab.tell(Tick, dt=pause)
+    engine.run(P2)
+    engine.publish()  # not seen
+    assert asks(lab.up("e", has_events=True, has_replay=True, process_start_s=1.0)) == [("e", 0)]
+    lab.replay("e", engine, 0)
+    assert believed(lab, "e", [P1, P2]) == actual(engine, [P1, P2])
+    assert lab.view("e").grade is Grade.EXACT
+    engine.run(prompt("three", BLOCK))
+    engine.publish()  # lost
+    assert asks(publish(lab, engine, P1)) == [("e", 1)]
+
+
 def test_a_replay_without_an_end_is_given_up():
     engine = Engine(20)
     lab = Lab()

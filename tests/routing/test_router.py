@@ -20,6 +20,7 @@ from sumibi.routing.events import (
     FinishReason,
     FirstToken,
     Grade,
+    PromptGrade,
     Refuse,
     Signals,
     Tick,
@@ -407,6 +408,17 @@ def test_remembered_prompts_fit_the_endpoint_s_cache():
     lab.ask("newest", [*prompt(5, 4 * BLOCK), 1])
     assert lab.candidates("oldest")["a"].matched_tokens == 0
     assert lab.candidates("newest")["a"].matched_tokens == 4 * BLOCK
+
+
+def test_a_prompt_without_exact_keys_is_remembered_where_events_tell_of_others_only():
+    lab = Lab()
+    lab.up("a", "b", has_events=True)
+    keys = list(range(10))  # of byte chunks: no event will name them
+    home = lab.ask("1", prompt("p", 160), keys=keys, prompt_grade=PromptGrade.APPROXIMATE)
+    lab.first("1")
+    lab.finish("1")
+    assert lab.ask("2", prompt("p", 170), keys=keys, prompt_grade=PromptGrade.APPROXIMATE) == home
+    assert lab.candidates("2")[home].matched_tokens == 160
 
 
 def test_a_refused_connection_costs_an_endpoint_that_cannot_vouch_for_itself_its_blocks():

@@ -304,7 +304,7 @@ class Router:
             endpoint.attach(feed)
             self._take(endpoint, feed.sequence.start(self._t))
         elif resumed or endpoint.suspect is not None:
-            self._take(endpoint, feed.sequence.doubt(self._t))
+            self._take(endpoint, feed.sequence.doubt(self._t, back=True))
         if resumed:
             endpoint.recall.clear()
 

@@ -131,12 +131,14 @@ class Sequence:
             self._ask(None, t, step)
         return step
 
-    def doubt(self, t: float) -> Step:
-        """Something smells of a restart: ask who is there."""
+    def doubt(self, t: float, *, back: bool = False) -> Step:
+        """Something smells of a restart: ask who is there. `back`: it answers again, failures are past."""
         step = Step()
         if not self.replay:
             self._doubted = True
-        elif not self.replaying:
+        elif self._deadline_t is None and (back or not self.replaying):
+            self._failures = 0
+            self._retry_t = None
             self._ask(self.last, t, step)
         return step
 
