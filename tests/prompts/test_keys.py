@@ -277,6 +277,46 @@ def test_messages_that_the_template_refuses_are_a_bad_request_and_lose_nothing(m
     assert reader.read(chat(talk(1))).reused_tokens > 0
 
 
+def test_half_a_surrogate_pair_in_tool_arguments_is_a_bad_request(make_reader):
+    call = {"id": "c", "function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}
+    messages = [*talk(1), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    reader = make_reader("tools-block")
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="surrogate"):
+            reader.read(chat(messages))
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+names = st.sampled_from(["role", "content", "tool_calls", "function", "name", "arguments", "type", "text"])
+roles = st.sampled_from(["system", "user", "assistant", "tool", "developer"])
+anything = st.recursive(
+    scalars | roles,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=8,
+)
+fields = st.dictionaries(names, anything, max_size=4)
+
+
+def test_any_request_is_read_or_refused(make_reader, habit):
+    reader = make_reader(habit)
+
+    @given(
+        st.lists(fields | st.builds(lambda role, rest: {**rest, "role": role}, roles, fields), max_size=3),
+        st.none() | st.lists(anything, max_size=2),
+        st.dictionaries(
+            names | st.sampled_from(["tools", "messages", "enable_thinking"]), anything, max_size=2
+        ),
+    )
+    def check(messages, tools, arguments):
+        try:
+            prompt = reader.read(chat(messages, tools=tools, chat_template_kwargs=arguments))
+        except BadRequest:
+            return
+        assert len(prompt.keys) <= prompt.prompt_tokens // BLOCK
+
+    check()
+
+
 @pytest.mark.parametrize("name", ["bos_token", "environment", "documents", "loop"])
 def test_template_arguments_may_have_any_name(make_reader, name):
     assert make_reader().read(chat(talk(1), chat_template_kwargs={name: 1})).keys

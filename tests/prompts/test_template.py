@@ -128,7 +128,16 @@ def test_messages_get_the_form_that_engines_give_to_templates(message, fields):
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [('{"a": 1}', {"a": 1}), ("[1]", [1]), ("", {}), ("{", {}), (None, {}), ({"a": 1}, {"a": 1}), (3, {})],
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("[1]", [1]),
+        ("", {}),
+        ("{", {}),
+        pytest.param("[" * 100_000, {}, id="deep"),
+        (None, {}),
+        ({"a": 1}, {"a": 1}),
+        (3, {}),
+    ],
 )
 def test_tool_arguments_become_objects(arguments, expected):
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}

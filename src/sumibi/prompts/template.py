@@ -228,7 +228,7 @@ def _arguments(arguments: object) -> object:
     if isinstance(arguments, str):
         try:
             return json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
     return arguments if isinstance(arguments, dict | list) else {}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from sumibi.core.errors import ModelError
+from sumibi.core.errors import BadRequest, ModelError
 
 # Read by the tokenizers library at each call. Its thread pool would fight the engines for cores, and a
 # process that has used it cannot fork quietly. A user's own setting stands.
@@ -99,9 +99,12 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text."""
-        # The "fast" form skips character offsets, which nobody here wants: half the time on long texts.
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        """Token ids of each text. Raises BadRequest for a text that is no Unicode (half a surrogate pair)."""
+        try:
+            # The "fast" form skips character offsets, which nobody wants here: half the time on long texts.
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError as cause:  # tool arguments are JSON in JSON: their escapes can say anything
+            raise BadRequest("the prompt holds half a surrogate pair, which is no character") from cause
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
