@@ -98,8 +98,9 @@ class Runner:
         if step is None:
             assert not self.scheduler.has_work
             return None
-        assert step.tokens <= self.scheduler.step_tokens
-        rows = iter(self.model.forward(step.batch()))
+        batch = step.batch()
+        assert batch.tokens <= self.scheduler.step_tokens
+        rows = iter(self.model.forward(batch))
         tokens = []
         for part in step.parts:
             for _ in part.prompt_positions:

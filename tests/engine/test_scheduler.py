@@ -19,7 +19,7 @@ def prompt(length, start=0):
 def test_long_prompts_are_computed_in_chunks_of_the_step_budget(make_runner, oracle):
     runner = make_runner(step_tokens=16)
     (sequence,) = runner.add(prompt(40), max_tokens=3)
-    assert [runner.step().tokens for _ in range(5)] == [16, 16, 8, 1, 1]
+    assert [sum(part.count for part in runner.step().parts) for _ in range(5)] == [16, 16, 8, 1, 1]
     assert output(sequence) == oracle(prompt(40), 3)
     assert sequence.finish is FinishReason.LENGTH
 

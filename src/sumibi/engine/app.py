@@ -23,9 +23,9 @@ from starlette.types import Receive, Scope, Send
 import sumibi
 from sumibi.core.errors import BadRequest, SumibiError
 from sumibi.core.ids import new_id
-from sumibi.engine.answers import STREAM_END, error_body, writer_for
+from sumibi.engine.answers import STREAM_END, Writer, error_body, writer_for
 from sumibi.engine.choices import Choices, Piece
-from sumibi.engine.loop import Engine, Generation
+from sumibi.engine.loop import Engine
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.options import KVEventsConfig
 from sumibi.engine.requests import Request, RequestReader, decode_body
@@ -81,13 +81,13 @@ class Door:
 
     async def generate(self, http: HttpRequest) -> Response:
         """`POST /v1/chat/completions` and `/v1/completions`."""
-        path = http.url.path
+        path: str = http.scope["path"]
         request = await _read(http, lambda body: self.reader.read(path, body))
-        return _Answer(self._open(request), path, self.reader)
+        return _Answer(self.engine, self.reader, path, request)
 
     async def render(self, http: HttpRequest) -> Response:
         """`POST .../render`: what the engine would compute; a list of prompts for completions, as in vLLM."""
-        path = http.url.path.removesuffix("/render")
+        path: str = http.scope["path"].removesuffix("/render")
         request = await _read(http, lambda body: self.reader.read(path, body))
         rendered = [
             Rendered(
@@ -148,11 +148,6 @@ class Door:
         """`POST /reset_prefix_cache`, in development mode only: false while any block is held."""
         return _json({"success": await self.engine.clear_prefix_cache()})
 
-    def _open(self, request: Request) -> tuple[Choices, Generation]:
-        generation = self.engine.submit(request.jobs)
-        eos = self.reader.model.eos_token_ids
-        return Choices(request, generation, self.reader.tokenizer, eos), generation
-
     def _tokenize(self, body: bytes) -> list[list[int]]:
         fields = decode_body(_tokenize, body)
         fields.setdefault("model", self.reader.model.name)
@@ -172,56 +167,70 @@ class Door:
 class _Answer(Response):
     """Sends a generation's answer while watching for the client to leave."""
 
-    def __init__(self, opened: tuple[Choices, Generation], path: str, reader: RequestReader) -> None:
+    def __init__(self, engine: Engine, reader: RequestReader, path: str, request: Request) -> None:
         super().__init__()
-        self._choices, self._generation = opened
-        self._writer = writer_for(path, reader.model.name, self._choices, reader.tokenizer)
+        self._engine = engine
+        self._reader = reader
+        self._path = path
+        self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        run = self._stream if self._choices.request.answer.stream else self._whole
-        work = asyncio.ensure_future(run(send))
-        leaving = asyncio.ensure_future(_client_left(receive))
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
-        finally:
-            self._generation.close()
-            for task in (work, leaving):
-                task.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
-
-    async def _whole(self, send: Send) -> None:
-        merged: dict[int, Piece] = {}
-        try:
-            while not self._choices.done:
-                for piece in await self._choices.take():
-                    merged.setdefault(piece.choice, Piece(piece.choice)).extend(piece)
+            generation = self._engine.submit(self._request.jobs)
         except SumibiError as error:
             await _send_whole(send, error.status, error_body(error))
             return
-        pieces = [merged[choice] for choice in sorted(merged)]
-        await _send_whole(send, 200, self._writer.whole(pieces))
-
-    async def _stream(self, send: Send) -> None:
-        """Headers go out with the first token, so that what fails before it has a status of its own."""
-        begun = False
+        tasks: set[asyncio.Task[None]] = set()
         try:
-            while not self._choices.done:
-                events = self._writer.events(await self._choices.take())
-                if not begun:
-                    begun = True
-                    await _send_head(send, 200, b"text/event-stream; charset=utf-8")
-                if events:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-        except SumibiError as error:
+            model, tokenizer = self._reader.model, self._reader.tokenizer
+            choices = Choices(self._request, generation, tokenizer, model.eos_token_ids)
+            writer = writer_for(self._path, model.name, choices, tokenizer)
+            run = _send_events if self._request.answer.stream else _send_all
+            work = asyncio.create_task(run(choices, writer, send))
+            tasks = {work, asyncio.create_task(_client_left(receive))}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            generation.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _send_all(choices: Choices, writer: Writer, send: Send) -> None:
+    """One JSON body, when everything is there."""
+    merged: dict[int, Piece] = {}
+    try:
+        while not choices.done:
+            for piece in await choices.take():
+                merged.setdefault(piece.choice, Piece(piece.choice)).extend(piece)
+    except SumibiError as error:
+        await _send_whole(send, error.status, error_body(error))
+        return
+    await _send_whole(send, 200, writer.whole([merged[choice] for choice in sorted(merged)]))
+
+
+async def _send_events(choices: Choices, writer: Writer, send: Send) -> None:
+    """A stream. Headers go out with the first token, so that what fails before it has its own status."""
+    begun = False
+    try:
+        while not choices.done:
+            events = writer.events(await choices.take())
             if not begun:
-                await _send_whole(send, error.status, error_body(error))
-                return
-            last = b"data: " + error_body(error) + b"\n\n"
-        else:
-            last = self._writer.usage_event() if self._choices.request.answer.include_usage else b""
-        await send({"type": "http.response.body", "body": last + STREAM_END})
+                begun = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+    except SumibiError as error:
+        if not begun:
+            await _send_whole(send, error.status, error_body(error))
+            return
+        last = b"data: " + error_body(error) + b"\n\n"
+    else:
+        last = writer.usage_event() if choices.request.answer.include_usage else b""
+    await send({"type": "http.response.body", "body": last + STREAM_END})
 
 
 class _Detokenize(msgspec.Struct):
@@ -248,11 +257,6 @@ async def _client_left(receive: Receive) -> None:
     """Returns when the client has closed its side; its body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_head(send: Send, status: int, media_type: bytes) -> None:
-    headers = [(b"content-type", media_type)]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 async def _send_whole(send: Send, status: int, body: bytes) -> None:

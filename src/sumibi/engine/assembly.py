@@ -66,28 +66,10 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
     """
     directory = tiny.make_directory() if options.model == TINY else ensure_model(options.model)
     config = read_config(directory)
-    sizes = resolve(options, config)
+    weight_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    sizes = resolve(options, config, weight_bytes=weight_bytes)
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, tokenizer)
-    publisher, sources = _publisher(options)
-    pool = BlockPool(sizes.num_blocks, options.block_size)
-    scheduler = Scheduler(
-        pool,
-        max_sequences=options.max_num_seqs,
-        step_tokens=sizes.step_tokens,
-        max_tokens=sizes.max_tokens,
-    )
-    metrics = EngineMetrics(
-        options.name, scheduler, dropped_batches=lambda: publisher.dropped if publisher else 0
-    )
-    engine = Engine(
-        _load(options, directory, config, sizes),
-        scheduler,
-        metrics=metrics,
-        events=publisher or NullPublisher(),
-        namespace=_namespace(options, sizes),
-        on_failure=on_failure,
-    )
     served = ServedModel(
         name=options.name,
         root=str(directory.resolve()),
@@ -96,11 +78,38 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
         eos_token_ids=frozenset(config.eos_token_ids),
     )
     reader = RequestReader(served, tokenizer, template, seed=options.seed)
+    scheduler = Scheduler(
+        BlockPool(sizes.num_blocks, options.block_size),
+        max_sequences=options.max_num_seqs,
+        step_tokens=sizes.step_tokens,
+        max_tokens=sizes.max_tokens,
+    )
+    publisher, sources = _publisher(options)
+    try:
+        model = _load(options, directory, config, sizes)
+    except BaseException:
+        if publisher is not None:
+            publisher.stop()
+        raise
+    metrics = EngineMetrics(
+        options.name, scheduler, dropped_batches=lambda: publisher.dropped if publisher else 0
+    )
+    engine = Engine(
+        model,
+        scheduler,
+        metrics=metrics,
+        events=publisher or NullPublisher(),
+        namespace=_namespace(options, sizes),
+        on_failure=on_failure,
+    )
     return Door(engine, reader, metrics, sources, options.enable_dev_mode), publisher
 
 
-def resolve(options: EngineOptions, config: ModelConfig) -> Sizes:
-    """Decide what the options leave open. Raises ConfigError naming the flags that do not go together."""
+def resolve(options: EngineOptions, config: ModelConfig, *, weight_bytes: int = 0) -> Sizes:
+    """Decide what the options leave open. Raises ConfigError naming the flags that do not go together.
+
+    `weight_bytes` are still to be loaded; they count where the KV cache takes what is free on a device.
+    """
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,9 +122,12 @@ def resolve(options: EngineOptions, config: ModelConfig) -> Sizes:
     context = options.max_model_len or config.max_positions
     if context > config.max_positions:
         raise ConfigError(f"--max-model-len {context}: the model's positions end at {config.max_positions}")
-    num_blocks = options.num_gpu_blocks_override or _blocks_for_memory(
-        options, config, dtype, device, context
-    )
+    num_blocks = options.num_gpu_blocks_override
+    if num_blocks is None:
+        tokens = _tokens_for_memory(config, dtype, device, weight_bytes)
+        # More than all sequences together can fill would be of no use.
+        useful = options.max_num_seqs * -(-context // options.block_size)
+        num_blocks = max(1, min(tokens // options.block_size, useful))
     room = num_blocks * options.block_size
     if room < context and options.max_model_len is not None:
         raise ConfigError(
@@ -142,22 +154,13 @@ def resolve(options: EngineOptions, config: ModelConfig) -> Sizes:
     )
 
 
-def _blocks_for_memory(
-    options: EngineOptions, config: ModelConfig, dtype: str, device: str, context: int
-) -> int:
-    """As many blocks as fit, but no more than all sequences together can fill."""
+def _tokens_for_memory(config: ModelConfig, dtype: str, device: str, weight_bytes: int) -> int:
+    """Tokens whose KV may be held."""
     token_bytes: int = 2 * config.layers * config.kv_heads * config.head_dim * DTYPES[dtype].itemsize
     if device == "cuda":
         free_bytes: int = torch.cuda.mem_get_info()[0]
-        tokens = int(_CUDA_KV_SHARE * (free_bytes - _weight_bytes(options)) / token_bytes)
-    else:
-        tokens = min(_CPU_KV_BYTES // token_bytes, _CPU_KV_TOKENS)
-    useful = options.max_num_seqs * -(-context // options.block_size)
-    return max(1, min(tokens // options.block_size, useful))
-
-
-def _weight_bytes(options: EngineOptions) -> int:
-    return sum(path.stat().st_size for path in Path(options.model).glob("*.safetensors"))
+        return int(_CUDA_KV_SHARE * (free_bytes - weight_bytes) / token_bytes)
+    return min(_CPU_KV_BYTES // token_bytes, _CPU_KV_TOKENS)
 
 
 def _default_threads() -> int:
@@ -186,7 +189,7 @@ def _warm_up(model: Model, sizes: Sizes) -> None:
 
     What this leaves in the blocks is overwritten before it is ever read: no block is known to hold anything.
     """
-    count = min(sizes.step_tokens, sizes.num_blocks * model.block_tokens)
+    count = min(sizes.step_tokens, sizes.max_tokens)
     table = list(range(-(-count // model.block_tokens)))
     model.forward(StepBatch([SequenceStep([0] * count, 0, table, [count - 1])]))
     model.forward(StepBatch([SequenceStep([0], count - 1, table, [0])]))

@@ -90,7 +90,7 @@ class Generation:
         self._ready: list[Token] = []
         self._waiter: asyncio.Future[None] | None = None
         self._unfinished = {sequence.index for prompt in sequences for sequence in prompt}
-        self._error: Exception | None = None
+        self._error: str | None = None
 
     @property
     def done(self) -> bool:
@@ -106,7 +106,7 @@ class Generation:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if not self._ready and self._error is not None:
-            raise self._error
+            raise EngineUnavailable(self._error)
         ready, self._ready = self._ready, []
         return ready
 
@@ -138,9 +138,9 @@ class Generation:
         self._ready.append(token)
         self._wake()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, why: str) -> None:
         """The engine's side: nothing more will come."""
-        self._error = error
+        self._error = why
         self._wake()
 
     def _wake(self) -> None:
@@ -173,20 +173,20 @@ class Engine:
         self._commands: SimpleQueue[abc.Callable[[], None] | None] = SimpleQueue()
         self._owners: dict[Sequence, Generation] = {}  # the step thread's
         self._open: set[Generation] = set()  # the event loop's
-        self._failure: EngineUnavailable | None = None
-        self._step_failed = False
+        self._ended: str | None = None  # why no more requests are taken
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def healthy(self) -> bool:
         """Whether the engine takes requests."""
-        return self._loop is not None and self._failure is None
+        return self._loop is not None and self._ended is None
 
     @property
     def failed(self) -> bool:
         """Whether a step has raised."""
-        return self._step_failed
+        return self._failed
 
     def start(self) -> None:
         """Start the step thread; tokens go to the running event loop."""
@@ -197,15 +197,15 @@ class Engine:
         """End the step thread after its current step. Open generations get an error."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, _STOP_S)
-        self._fail(EngineUnavailable("the engine was stopped"))
+        self._end("the engine was stopped")
 
     def submit(self, jobs: list[Job]) -> Generation:
         """Start generating. Choice numbers run over the jobs in order, `n` for each.
 
         Raises EngineUnavailable when the engine has failed or holds `MAX_GENERATIONS` requests.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._ended is not None:
+            raise EngineUnavailable(self._ended)
         if len(self._open) >= MAX_GENERATIONS:
             self._metrics.rejected.inc()
             raise EngineUnavailable(f"the engine already holds {MAX_GENERATIONS} requests")
@@ -276,9 +276,8 @@ class Engine:
                     self._step()
         except Exception as cause:
             log.exception("the engine failed in a step")
-            self._step_failed = True
-            error = EngineUnavailable(f"the engine failed: {cause}")
-            self._loop.call_soon_threadsafe(self._fail, error)
+            self._failed = True
+            self._loop.call_soon_threadsafe(self._end, f"the engine failed: {cause}")
             self._loop.call_soon_threadsafe(self._on_failure)
 
     def _take_commands(self) -> bool:
@@ -366,10 +365,10 @@ class Engine:
 
     # ---- the event loop again ----
 
-    def _fail(self, error: EngineUnavailable) -> None:
-        self._failure = error
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or why
         for generation in self._open:
-            generation.fail(error)
+            generation.fail(why)
 
 
 def _push_all(tokens: list[tuple[Generation, Token]]) -> None:

@@ -64,11 +64,6 @@ class Step:
 
     parts: list[Part]
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in all."""
-        return sum(part.count for part in self.parts)
-
     def batch(self) -> StepBatch:
         """The step as the model takes it. Logits rows: per part its `prompt_positions`, then the sample."""
         return StepBatch([_for_model(part) for part in self.parts])

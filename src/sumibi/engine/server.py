@@ -121,7 +121,10 @@ async def serve(
         server.should_exit = True
         asyncio.get_running_loop().call_later(options.shutdown_grace_s, door.engine.abort_all)
         await serving
-    except OSError as cause:  # somebody else has bound the same port meanwhile, and listens on it
+    except OSError as cause:
+        if server.started:
+            raise
+        # Both were bound while neither listened; the other was faster.
         raise _port_in_use(options, cause) from cause
     finally:
         stopping.cancel()
