@@ -46,6 +46,7 @@ class BlockIndex:
         self._held: list[int] = []
         self._run: list[int] = []
         self._free: list[int] = []
+        self._bits: list[int] = []
         self.counts: list[int] = []
         """Blocks held, by holder. To be read only."""
         self._idle_holders: list[int] = []
@@ -65,6 +66,7 @@ class BlockIndex:
         if self._idle_holders:
             return self._idle_holders.pop()
         self.counts.append(0)
+        self._bits.append(1 << len(self._bits))
         return len(self.counts) - 1
 
     def remove_holder(self, holder: int) -> None:
@@ -82,7 +84,7 @@ class BlockIndex:
 
         Returns how many of them were left out because the index is full.
         """
-        bit = 1 << holder
+        bit = self._bits[holder]
         slots, held, run = self._slots, self._held, self._run
         above = _NONE
         if parent is not None:
@@ -106,10 +108,11 @@ class BlockIndex:
                 run[slot] = gained
                 self._reach(slot, gained)
             if not held[slot] & bit:
-                held[slot] |= bit
+                # Where it is the only one, the set is one shared object.
+                held[slot] = held[slot] | bit if held[slot] else bit
                 added += 1
                 if above == _NONE or run[above] & bit:
-                    run[slot] |= bit
+                    run[slot] = run[slot] | bit if run[slot] else bit
                     if self._child[slot] != _NONE:
                         self._reach(slot, bit)
             above = slot
