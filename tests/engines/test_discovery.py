@@ -22,11 +22,8 @@ async def engine(routes, *, framing="length"):
         if framing == "length":
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         elif framing == "chunked":
-            writer.write(
-                f"{head}transfer-encoding: chunked\r\n\r\n{len(body):x}\r\n".encode()
-                + body
-                + b"\r\n0\r\n\r\n"
-            )
+            chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode() + chunk + b"0\r\n\r\n")
         else:
             writer.write(f"{head}\r\n".encode() + body)
         writer.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 import zmq
@@ -62,10 +63,8 @@ async def test_batches_arrive_decoded_and_in_order_whoever_binds(publisher_binds
         if publisher_binds:
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
         else:
-            probe = zmq_context.socket(zmq.PUB)
-            port = probe.bind_to_random_port("tcp://127.0.0.1")
-            probe.unbind(f"tcp://127.0.0.1:{port}")
-            probe.close()
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
             publisher.connect(f"tcp://127.0.0.1:{port}")
         source = EventSource(f"tcp://127.0.0.1:{port}", bind=not publisher_binds)
         async with following(source, records, zmq_context):
@@ -129,17 +128,17 @@ async def test_an_address_that_is_taken_is_an_error():
 @contextlib.asynccontextmanager
 async def replaying(zmq_context, answers):
     """A replay socket that serves each question by `answers(start)` -> frames to send; yields its address."""
-    socket = zmq_context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    replies = zmq_context.socket(zmq.ROUTER)
+    port = replies.bind_to_random_port("tcp://127.0.0.1")
     asked = []
 
     async def serve():
         while True:
-            peer, empty, start = await socket.recv_multipart()
+            peer, empty, start = await replies.recv_multipart()
             assert empty == b""
             asked.append(int.from_bytes(start, "big"))
             for frames in answers(asked):
-                await socket.send_multipart([peer, *frames])
+                await replies.send_multipart([peer, *frames])
 
     task = asyncio.ensure_future(serve())
     try:
@@ -147,7 +146,7 @@ async def replaying(zmq_context, answers):
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        socket.close()
+        replies.close()
 
 
 END = number((1 << 64) - 1)

@@ -266,7 +266,7 @@ class FakeEngine:
                 )
             case "/metrics":
                 page = "".join(f'{k}{{engine="0"}} {v}\n' for k, v in self.metrics.items())
-                page += 'vllm:cache_config_info{block_size="4",num_gpu_blocks="100"} 1.0\n'
+                page += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
                 page += f"process_start_time_seconds {self.process_start_s}\n"
                 data = page.encode()
                 writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)

@@ -54,6 +54,8 @@ _FAILURES_TO_DOWN = 3
 _HEALTH_TIMEOUT_S = 2.0
 _STREAM_WAIT_S = 1.0
 """How long an engine that publishes events waits for its stream before it takes requests without."""
+_REBIND_S = 5.0
+"""Until an address for KV events that could not be used is tried again."""
 _MODELS_EVERY = 15
 """Health checks between two looks at what the engine serves (adapters come and go)."""
 
@@ -125,8 +127,10 @@ class EngineWatch:
                 cause = await self._watch(info)
                 self._go_down(info, cause)
         finally:
-            for task in (*self._streams.values(), *self._replays.values()):
+            tasks = (*self._streams.values(), *self._replays.values())
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._upstream.close()
 
     async def _pause(self, seconds: float) -> bool:
@@ -209,7 +213,7 @@ class EngineWatch:
                     return "its health check says it is not well"
                 if prodded or checks % _MODELS_EVERY == 0:
                     info = await discover(self.url)
-                    self._renew(info, prodded=prodded)
+                    await self._renew(info, prodded=prodded)
                 failures = 0
             except SumibiError as cause:
                 failures += 1
@@ -218,12 +222,16 @@ class EngineWatch:
                 continue
             await self._scrape(info, scraped_t)
 
-    def _renew(self, info: EngineInfo, *, prodded: bool) -> None:
+    async def _renew(self, info: EngineInfo, *, prodded: bool) -> None:
         """The engine answers: update what changed, and give suspect endpoints their chance to be trusted."""
         before, self.info = self.info, info
-        if prodded or before is None or before.models != info.models:
+        changed = before is None or before.models != info.models
+        if changed:
+            await self._found(info)
+        if changed or prodded:
             for rank in info.ranks:
                 self._tell_up(info, rank)
+            self._came_up(info)
 
     async def _scrape(self, info: EngineInfo, scraped_t: float) -> None:
         """Read load signals. An engine without metrics is served all the same."""
@@ -285,10 +293,16 @@ class EngineWatch:
             log.warning("engine %s: its KV event stream does not connect; still trying", self.url)
 
     async def _follow(self, endpoint: str, source: EventSource) -> None:
-        try:
-            await follow(source, functools.partial(self._stream_record, endpoint), self._context)
-        except* zmq.ZMQError as cause:
-            log.error("%s: no KV events from %s: %s", endpoint, source.address, cause.exceptions[0])
+        """Follow the stream for good; an address that cannot be used (now) is tried again."""
+        told = False
+        while True:
+            try:
+                await follow(source, functools.partial(self._stream_record, endpoint), self._context)
+            except* zmq.ZMQError as cause:
+                if not told:
+                    told = True
+                    log.error("%s: no KV events from %s: %s", endpoint, source.address, cause.exceptions[0])
+            await asyncio.sleep(_REBIND_S)
 
     def _stream_record(self, endpoint: str, record: StreamRecord) -> None:
         counters = self._shell.metrics.endpoint(endpoint)

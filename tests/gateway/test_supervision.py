@@ -1,0 +1,216 @@
+"""Engines that come, go, restart and tell what their caches hold."""
+
+import asyncio
+
+from sumibi.core.keys import extend_keys, root_key
+from sumibi.core.kvevents import AllBlocksCleared, BlockStored
+
+CHAT = "/v1/chat/completions"
+BLOCK = 16
+TOKENS = list(range(100, 100 + 8 * BLOCK))
+
+
+def completion(tokens=TOKENS, **fields):
+    """A prompt given as token ids: its keys need no tokenizer."""
+    return {"model": "test-model", "prompt": tokens, **fields}
+
+
+def stored(tokens, *, first_hash=1):
+    """The event of an engine that computed `tokens` (full blocks) from the start."""
+    count = len(tokens) // BLOCK
+    return BlockStored(
+        block_hashes=list(range(first_hash, first_hash + count)),
+        parent_block_hash=None,
+        token_ids=tokens[: count * BLOCK],
+        block_size=BLOCK,
+        medium="GPU",
+    )
+
+
+def view(it, engine):
+    return next(v for v in it.gateway.router.fleet_view() if v.endpoint == engine.endpoint)
+
+
+async def ask(it, body=None):
+    return await it.ask("/v1/completions", body or completion())
+
+
+async def test_events_send_a_prompt_where_its_blocks_are(lab):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.events, second.events = it.publisher(), it.publisher()
+        await it.start()
+        await it.until(lambda: all(view(it, e).grade == "exact" for e in it.engines))
+        await second.events.publish(stored(TOKENS))
+        await it.until(lambda: view(it, second).blocks == 8)
+        for _ in range(3):
+            assert (await ask(it)).status == 200
+        assert (len(first.requests), len(second.requests)) == (0, 3)
+
+
+async def test_the_keys_of_a_prompt_and_of_events_are_the_same(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher()
+        await it.start()
+        await engine.events.publish(stored(TOKENS))
+        await it.until(lambda: view(it, engine).blocks == 8)
+        await ask(it)
+        (decision,) = it.gateway.router.decisions(1)
+        assert decision.picked.matched_tokens == 7 * BLOCK  # the last token is always computed
+        assert len(extend_keys(root_key("test-model"), TOKENS, BLOCK)) == 8
+
+
+async def test_batches_lost_on_the_way_are_replayed(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher()
+        await it.start()
+        await it.until(lambda: view(it, engine).grade == "exact")
+        await engine.events.publish(stored(TOKENS[: 2 * BLOCK]))
+        await it.until(lambda: view(it, engine).blocks == 2)
+        await engine.events.publish(stored(TOKENS[: 4 * BLOCK], first_hash=1), lose=True)
+        await engine.events.publish(stored(TOKENS[: 6 * BLOCK], first_hash=1))
+        await it.until(lambda: view(it, engine).blocks == 6 and view(it, engine).grade == "exact")
+        assert len(engine.events.replays_asked) == 2  # at first, and for the gap
+        assert it.gateway.metrics.endpoint(engine.endpoint).replays_failed == 0
+
+
+async def test_what_was_published_before_the_gateway_came_is_replayed(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher(topic_in_replay=False)
+        await engine.events.publish(stored(TOKENS))
+        await it.start()
+        await it.until(lambda: view(it, engine).blocks == 8 and view(it, engine).grade == "exact")
+        assert engine.events.replays_asked == [0]
+
+
+async def test_an_engine_that_is_killed_leaves_the_index_at_once_and_returns_when_it_is_ready(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        other = await it.engine()
+        engine.events = it.publisher()
+        await it.start()
+        await engine.events.publish(stored(TOKENS))
+        await it.until(lambda: view(it, engine).blocks == 8)
+        await ask(it)
+        assert len(engine.requests) == 1
+        # kill -9, and a new process whose sequence has already passed the old one's
+        await engine.stop()
+        await it.until(lambda: not it.gateway.watches[0].up)
+        await ask(it)
+        assert len(other.requests) == 1
+        engine.process_start_s += 50
+        engine.events.batches.clear()
+        engine.events.next_seq += 5
+        await engine.start()
+        await it.until(lambda: it.gateway.watches[0].up)
+        await it.until(lambda: view(it, engine).blocks == 0)
+        assert view(it, engine).epoch == 2
+        before = len(engine.requests)
+        for token in range(20):
+            await ask(it, completion([token] * 8))
+        assert len(engine.requests) > before
+        it.assert_nothing_is_held()
+
+
+async def test_a_cleared_cache_is_forgotten(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher()
+        await it.start()
+        await engine.events.publish(stored(TOKENS))
+        await it.until(lambda: view(it, engine).blocks == 8)
+        await engine.events.publish(AllBlocksCleared())
+        await it.until(lambda: view(it, engine).blocks == 0)
+
+
+async def test_load_of_others_is_read_from_the_engine_s_metrics(lab):
+    async with lab() as it:
+        busy, idle = await it.engine(), await it.engine()
+        await it.start(policy="least-loaded")
+        busy.metrics["vllm:num_requests_running"] = 6.0
+        await it.until(lambda: view(it, busy).running == 6)
+        for token in range(4):
+            await ask(it, completion([token] * 8))
+        assert (len(busy.requests), len(idle.requests)) == (0, 4)
+
+
+async def test_an_engine_that_says_it_is_not_well_gets_no_requests_until_it_is(lab):
+    async with lab() as it:
+        ill, well = await it.engine(), await it.engine()
+        await it.start()
+        ill.healthy = False
+        await it.until(lambda: not it.gateway.watches[0].up)
+        for token in range(4):
+            assert (await ask(it, completion([token] * 8))).status == 200
+        assert (len(ill.requests), len(well.requests)) == (0, 4)
+        ill.healthy = True
+        await it.until(lambda: it.gateway.watches[0].up)
+
+
+async def test_a_model_that_an_engine_begins_to_serve_is_found(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        await it.start()
+        assert (await ask(it, completion(model="adapter"))).status == 404
+        engine.models.append("adapter")
+        await it.until(lambda: "adapter" in it.gateway.readers.readers)
+        assert (await ask(it, completion(model="adapter"))).status == 200
+
+
+async def test_prompts_are_tokenised_by_one_engine_once_when_there_is_no_tokenizer_here(lab):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.tokens = second.tokens = TOKENS
+        await it.start()
+        body = {"model": "test-model", "messages": [{"role": "user", "content": "hello"}]}
+        before = first.tokenize_calls + second.tokenize_calls
+        for _ in range(3):
+            assert (await it.ask(CHAT, body)).status == 200
+        assert first.tokenize_calls + second.tokenize_calls - before == 1
+        assert it.gateway.router.decisions(1)[0].prompt_tokens == len(TOKENS)
+
+
+async def test_without_any_tokenizer_prompts_are_still_told_apart(lab):
+    async with lab() as it:
+        await it.engine()
+        await it.start()
+        assert it.gateway.snapshot().reader_sources == {"test-model": "bytes"}
+        text = "tell me about fire, " * 200
+        body = {"model": "test-model", "messages": [{"role": "user", "content": text}]}
+        await it.ask(CHAT, body)
+        await it.ask(CHAT, body)
+        first, second = it.gateway.router.decisions(2)
+        assert (first.picked.matched_tokens, second.picked.matched_tokens > 500) == (0, True)
+
+
+async def test_an_engine_that_is_not_there_at_start_is_named_and_waited_for(lab, caplog):
+    async with lab() as it:
+        engine = await it.engine()
+        await engine.stop()
+        await it.start_only()
+        await it.until(lambda: engine.url in caplog.text)
+        assert "still trying" in caplog.text
+        assert (await it.ask("/health")).status == 503
+        await engine.start()
+        await it.until(lambda: it.gateway.watches[0].up)
+        assert (await it.ask("/health")).status == 200
+
+
+async def test_many_requests_in_flight_survive_the_death_of_an_engine(lab, behaviours):
+    async def slow(request, writer):
+        await asyncio.sleep(0.05)
+        await behaviours.well(request, writer)
+
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.behave = second.behave = slow
+        await it.start()
+        asked = [asyncio.ensure_future(ask(it, completion([i] * 8))) for i in range(40)]
+        await it.until(lambda: len(first.requests) >= 10 and len(second.requests) >= 10)
+        await first.stop()
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers] == [200] * 40
+        it.assert_nothing_is_held()
