@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from sumibi.prompts.tokenizer import Tokenizer
@@ -343,7 +344,6 @@ def test_the_cache_is_cleared_only_in_development_mode(make_served, served):
 
 
 def test_the_official_client_works(served):
-    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
         messages = [{"role": "user", "content": "hi"}]
