@@ -2,25 +2,34 @@
 
 A layer's cache is [2 * kv_heads, blocks, block_tokens * head_dim]: all key heads, then all value heads.
 With the heads outermost, picking a sequence's blocks is one `index_select`, and the result is a batch of
-[tokens, head_dim] matrices as `bmm` wants them: no transposing, no gather kernel of our own.
+[tokens, head_dim] matrices as products want them: no transposing, no gather kernel of our own.
 
 The query heads that share a key head are stacked as rows of one product (grouped-query attention), which
 makes a decode of one token a product of a few rows instead of several of one row.
 
-Queries come scaled (the factor is folded into the weights), so no score is multiplied here.
+Scores are in bits: queries come scaled by log2(e) / sqrt(head_dim) (folded into the weights), so that the
+weight of a key is 2^score. Long products of a prefill then need no maximum to be subtracted, see `_Chunk`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+NATS = math.log(2.0)
+"""A bit in nats: what torch's own softmax wants scores multiplied by."""
+
 TILE_ROWS = 128
 """Query tokens of a chunk whose scores are in memory at once; larger tiles compute more masked scores."""
 
 _SDPA_MAX_TOKENS = 512
 """Up to here one fused call beats two products with their fixed cost (measured on one CPU core)."""
+
+_SAFE_SUMS = (2.0**-100, 2.0**100)
+"""Sums of 2^score in this range are as exact as with the maximum subtracted: nothing that counts was
+rounded to zero, and the products with values have room below the largest bfloat16 and float32, 2^128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +125,8 @@ class _Singles:
         self._exact = contexts[0] if self._count == 1 and self._tokens <= _SDPA_MAX_TOKENS else None
         seen = torch.tensor(contexts, device=device)[:, None]
         beyond = torch.arange(self._tokens, device=device)[None, :] >= seen
-        self._mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
-        self._mask = self._mask[None, :, None, :]
+        mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
+        self._mask = mask.repeat(shape.kv_heads, 1)[:, None, :]
 
     def run(self, heads: Tensor, cache: Tensor, out: Tensor) -> None:
         kv_heads, group, head_dim = self._shape.kv_heads, self._shape.group, self._shape.head_dim
@@ -127,13 +136,13 @@ class _Singles:
         query = heads[rows, : kv_heads * group].view(count, kv_heads, group, head_dim)
         if self._exact is not None:
             kv = picked.view(2, 1, kv_heads, tokens, head_dim)[:, :, :, : self._exact]
-            attended = F.scaled_dot_product_attention(query, kv[0], kv[1], scale=1.0)
+            attended = F.scaled_dot_product_attention(query, kv[0], kv[1], scale=NATS)
             out[rows] = attended.view(count, -1)
             return
+        # Padded to whole blocks even if there is one sequence: a product of a new shape costs 0.3 ms once.
         keys, values = picked.view(2, kv_heads * count, tokens, head_dim).unbind(0)
         stacked = query.transpose(0, 1).reshape(kv_heads * count, group, head_dim)
-        scores = torch.bmm(stacked, keys.transpose(1, 2))
-        scores.view(kv_heads, count, group, tokens).add_(self._mask)
+        scores = torch.baddbmm(self._mask, stacked, keys.transpose(1, 2), alpha=NATS)
         attended = torch.bmm(torch.softmax(scores, -1), values)
         out[rows].view(count, kv_heads, group, head_dim).copy_(
             attended.view(kv_heads, count, group, head_dim).transpose(0, 1)
@@ -141,7 +150,12 @@ class _Singles:
 
 
 class _Chunk:
-    """Several new tokens of one sequence (prefill), in tiles of query rows against all earlier keys."""
+    """Several new tokens of one sequence (prefill), in tiles of query rows against all earlier keys.
+
+    A softmax is 2^score / sum of 2^score; the customary subtraction of the largest score only keeps the
+    powers in range. They are here without it for any usual score: one pass less over the largest matrices.
+    `_SAFE_SUMS` is checked afterwards, and outside it the layer is computed again in the customary way.
+    """
 
     def __init__(
         self, query: Query, shape: HeadShape, block_tokens: int, dtype: torch.dtype, device: torch.device
@@ -151,9 +165,8 @@ class _Chunk:
         blocks = -(-(query.start + query.rows) // block_tokens)
         self._tokens = blocks * block_tokens
         self._blocks = torch.tensor(query.block_table[:blocks], device=device)
-        tile = min(TILE_ROWS, query.rows)
-        causal = torch.full((tile, tile), -torch.inf, dtype=dtype, device=device).triu_(1)
-        self._mask = causal.repeat_interleave(shape.group, 0)
+        tile_rows = min(TILE_ROWS, query.rows) * shape.group
+        self._scores = torch.empty(tile_rows * self._tokens, dtype=dtype, device=device)
 
     def run(self, heads: Tensor, cache: Tensor, out: Tensor) -> None:
         kv_heads, group, head_dim = self._shape.kv_heads, self._shape.group, self._shape.head_dim
@@ -163,12 +176,38 @@ class _Chunk:
         # Rows of a key head's product: token by token, and within a token its query heads.
         stacked = query.transpose(0, 1).reshape(kv_heads, self._rows * group, head_dim)
         attended = torch.empty_like(stacked)
-        for first in range(0, self._rows, TILE_ROWS):
-            last = min(first + TILE_ROWS, self._rows)
-            here, own, seen = slice(first * group, last * group), last - first, self._start + last
-            scores = torch.bmm(stacked[:, here], keys[:, :seen].transpose(1, 2))
-            scores[:, :, seen - own :].add_(self._mask[: own * group, :own])
-            torch.bmm(torch.softmax(scores, -1), values[:, :seen], out=attended[:, here])
+        sums = attended.new_empty(kv_heads, self._rows * group, 1)
+        for head in range(kv_heads):
+            self._attend(stacked[head], keys[head].t(), values[head], attended[head], sums[head])
+        least, most = (bound.item() for bound in sums.aminmax())
+        if _SAFE_SUMS[0] < least and most < _SAFE_SUMS[1]:
+            attended.div_(sums)
+        else:
+            for head in range(kv_heads):
+                self._attend_to_far_scores(stacked[head], keys[head].t(), values[head], attended[head])
         out[rows].view(self._rows, kv_heads, group, head_dim).copy_(
             attended.view(kv_heads, self._rows, group, head_dim).transpose(0, 1)
         )
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, attended: Tensor, sums: Tensor) -> None:
+        """One key head: sums of values weighted by 2^score into `attended`, of the weights into `sums`."""
+        group = self._shape.group
+        for first in range(0, self._rows, TILE_ROWS):
+            last = min(first + TILE_ROWS, self._rows)
+            here, count, seen = slice(first * group, last * group), last - first, self._start + last
+            scores = self._scores[: count * group * seen].view(count * group, seen)
+            torch.mm(query[here], keys[:, :seen], out=scores).exp2_()
+            # Later tokens' weights become zero: above the diagonal that ends in the tile's last corner.
+            scores.view(count, group, seen).transpose(0, 1).tril_(seen - count)
+            torch.sum(scores, -1, True, out=sums[here])
+            torch.mm(scores, values[:seen], out=attended[here])
+
+    def _attend_to_far_scores(self, query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
+        """The same with softmax, for scores so large or so small that their powers leave the number range."""
+        group = self._shape.group
+        token = torch.arange(self._rows, device=query.device).repeat_interleave(group)[:, None]
+        later = torch.arange(self._tokens, device=query.device)[None, :] > self._start + token
+        for first in range(0, self._rows, TILE_ROWS):
+            here = slice(first * group, min(first + TILE_ROWS, self._rows) * group)
+            scores = torch.mm(query[here], keys).mul_(NATS).masked_fill_(later[here], -torch.inf)
+            torch.mm(torch.softmax(scores, -1), values, out=attended[here])

@@ -4,7 +4,7 @@ It knows tensors, blocks and positions; it knows nothing of requests, sampling o
 
 What is folded into the weights when they are loaded, because small operations cost as much as small
 products: the weights of the norms (into the products that follow them), sqrt(hidden) of the RMS, and the
-1/sqrt(head_dim) of the scores (into the query rows). A norm is then
+log2(e) / sqrt(head_dim) of the scores (into the query rows). A norm is then
 x / hypot(|x|, sqrt(hidden * eps)).
 
 In the last layer only rows whose logits are wanted are computed after their keys and values are stored.
@@ -25,6 +25,9 @@ from sumibi.engine.batch import SequenceStep, StepBatch
 from sumibi.engine.checkpoint import CheckpointWeights, ModelConfig, WeightSource, read_config
 from sumibi.engine.linear import CPU_MIN_ROWS, Linear, make_linear
 from sumibi.engine.rope import Rotation, inverse_frequencies
+
+BITS = math.log2(math.e)
+"""A nat in bits: attention's scores are in bits."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -284,7 +287,7 @@ class _Loader:
         prefix = f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         hidden, inner, dim = config.hidden, config.intermediate, config.head_dim
-        scale = 1.0 if config.qk_norm else dim**-0.5
+        scale = 1.0 if config.qk_norm else BITS * dim**-0.5
         heads = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
         scales = {"q_proj": scale, "k_proj": 1.0, "v_proj": 1.0}
         qkv = torch.cat(
@@ -319,7 +322,7 @@ class _Loader:
     def _qk_norm(self, attention: str) -> Tensor:
         """One row a head. sqrt(head_dim) of the RMS and 1/sqrt(head_dim) of the scores cancel in queries."""
         config = self._config
-        query = self._get(f"{attention}q_norm.weight", config.head_dim)
+        query = self._get(f"{attention}q_norm.weight", config.head_dim) * BITS
         key = self._get(f"{attention}k_norm.weight", config.head_dim) * math.sqrt(config.head_dim)
         rows = torch.cat([query.expand(config.heads, -1), key.expand(config.kv_heads, -1)])
         return rows.to(self._device, self._dtype)
