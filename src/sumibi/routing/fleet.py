@@ -66,7 +66,6 @@ class Endpoint:
         "busy",
         "dispatched",
         "emitted_grade",
-        "engine_block_tokens",
         "epoch",
         "feed",
         "foreign_running",
@@ -82,7 +81,6 @@ class Endpoint:
         "max_sequences",
         "models",
         "name",
-        "number",
         "process_start_s",
         "recall",
         "signals",
@@ -92,9 +90,8 @@ class Endpoint:
         "up",
     )
 
-    def __init__(self, name: str, number: int, config: RouterConfig, index: BlockIndex) -> None:
+    def __init__(self, name: str, config: RouterConfig, index: BlockIndex) -> None:
         self.name = name
-        self.number = number
         self.models: list[str] = []
         self.up = False
         self.epoch = 1
@@ -107,7 +104,6 @@ class Endpoint:
         self.emitted_grade: Grade | None = None
         self.has_events = False
         """Its KV events arrive at present."""
-        self.engine_block_tokens: int | None = None
         self.kv_tokens: int | None = None
         self.max_sequences: int | None = None
         self.process_start_s: float | None = None
@@ -244,7 +240,6 @@ class Fleet:
         self._config = config
         self._index = index
         self._factors: dict[LatencyModel, Factors] = {}
-        self._numbers = 0
         self.endpoints: dict[str, Endpoint] = {}
         self.models: dict[str, Model] = {}
 
@@ -258,13 +253,11 @@ class Fleet:
         endpoint = self.endpoints.get(event.endpoint)
         latency = event.latency or self._config.latency
         if endpoint is None:
-            endpoint = Endpoint(event.endpoint, self._numbers, self._config, self._index)
-            self._numbers += 1
+            endpoint = Endpoint(event.endpoint, self._config, self._index)
             self.endpoints[event.endpoint] = endpoint
             endpoint.learn_from(latency, self._factors.setdefault(latency, Factors()))
         elif endpoint.learner.start != latency:
             endpoint.learn_from(latency, self._factors.setdefault(latency, Factors()))
-        endpoint.engine_block_tokens = event.engine_block_tokens
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
         for name in endpoint.models:
             if name not in event.models:

@@ -385,7 +385,10 @@ class Router:
 
     def _engine_batch(self, event: EngineBatch) -> None:
         endpoint = self._endpoint(event.endpoint)
-        if endpoint is None or endpoint.feed is None:
+        if endpoint is None:
+            return
+        if endpoint.feed is None:
+            self._count.stale_events += 1
             return
         sequence = endpoint.feed.sequence
         self._take(endpoint, sequence.replayed(event) if event.replayed else sequence.live(event))

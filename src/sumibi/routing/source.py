@@ -35,6 +35,10 @@ FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attent
 """Kinds of KV cache whose blocks spare the prefill; a windowed or recurrent state does not."""
 
 
+MAX_POOLS = 32
+"""Tiers and groups of one engine that are told apart; an engine has two or three."""
+
+
 class _Part(NamedTuple):
     """A routing block that ends in some engine block."""
 
@@ -172,16 +176,18 @@ class Source:
             self._drop_oldest(pool, changes)
 
     def _pool(self, event: BlockStored, changes: list[Change]) -> _Pool | None:
-        """Where this event counts; None for groups that prove nothing."""
+        """Where this event counts; None if it proves nothing (or names one tier or group too many)."""
         group = event.group_idx or 0
         kind = event.kv_cache_spec_kind
         if kind is not None and kind not in FULL_ATTENTION:
-            self._other_groups.add(group)
+            if len(self._other_groups) < MAX_POOLS:
+                self._other_groups.add(group)
+            return None
         if group in self._other_groups:
             return None
         tier = _tier(event.medium)
         pool = self._pools.get((tier, group))
-        if pool is None:
+        if pool is None and len(self._pools) < MAX_POOLS:
             for other in self._pools.values():
                 if other.tier == tier:
                     # Another full-attention group: what the first one holds is of no use without it.
