@@ -39,6 +39,7 @@ class Counters(msgspec.Struct, kw_only=True):
     """Restarts of engines noticed."""
     suspicions: int = 0
     predicted_cached_tokens: int = 0
-    """Of finished requests whose engine reported cached tokens, like the next two."""
+    """Of computed prompts whose engine reported cached tokens, like the next two. Far apart means that the
+    engine's tokens are not ours (template, tokenizer, salt)."""
     actual_cached_tokens: int = 0
     reported_prompt_tokens: int = 0

@@ -44,6 +44,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Requests sent there so far."""
 
     @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that need not be computed: what the engine should report as cached."""
+        return self.matched_tokens + self.pending_tokens
+
+    @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
         return max(self.wait_s, self.pending_s) + self.compute_s

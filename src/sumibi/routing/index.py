@@ -11,9 +11,8 @@ elsewhere in 1,500 blocks, and never more than one for each key. Because runs ar
 blocks come and go (a block stored or removed in the middle of a chain changes those behind it), this equals
 a scan from the root even when caches have holes.
 
-Blocks live in parallel arrays at small slot numbers rather than in objects: some 110 bytes each with both
-dictionary and sets, nothing for the garbage collector to walk. A block that nobody holds stays only as long
-as others hang from it.
+Blocks live in parallel arrays at small slot numbers rather than in objects: less memory, and nothing for
+the garbage collector to walk. A block that nobody holds stays only as long as others hang from it.
 
 The index knows nothing of engines, events or endpoints' names.
 """
@@ -29,7 +28,7 @@ _UNKNOWN = -2
 """A parent that was never named: a run cannot reach this block."""
 
 BLOCK_BYTES = 150
-"""Estimate for one block: key, slot number and dictionary entry 130, arrays 40, sets shared; see tests."""
+"""Estimate for one block: its dictionary entry, key and slot number 110, arrays 40; most sets are shared."""
 
 
 class BlockIndex:

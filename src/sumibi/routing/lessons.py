@@ -86,7 +86,7 @@ def outcome(request: Request, attempt: Attempt, event: Finished) -> Outcome:
         endpoint=attempt.endpoint.name,
         reason=event.reason,
         prompt_tokens=request.event.prompt_tokens,
-        predicted_cached_tokens=attempt.candidate.matched_tokens,
+        predicted_cached_tokens=attempt.candidate.reused_tokens,
         cached_tokens=event.cached_tokens,
         predicted_ttft_s=attempt.candidate.ttft_s,
         ttft_s=ttft_s,

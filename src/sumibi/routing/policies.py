@@ -26,7 +26,7 @@ def cost(request: str, number: int, candidates: list[Candidate]) -> int:
     best = candidates[totals.index(min(totals))]
     limit = best.total_s + SLACK * best.ttft_s
     tied = [i for i, total_s in enumerate(totals) if total_s <= limit]
-    return _least(request, candidates, tied, lambda c: (-c.matched_tokens - c.pending_tokens, c.dispatched))
+    return _least(request, candidates, tied, lambda c: (-c.reused_tokens, c.dispatched))
 
 
 def round_robin(request: str, number: int, candidates: list[Candidate]) -> int:

@@ -181,7 +181,7 @@ class Router:
         computed = lessons.finished(request, attempt, self._ledger, event)
         self._computing.end(request, attempt, self._t, computed=computed)
         if computed and event.cached_tokens is not None:
-            self._count.predicted_cached_tokens += attempt.candidate.matched_tokens
+            self._count.predicted_cached_tokens += attempt.candidate.reused_tokens
             self._count.actual_cached_tokens += event.cached_tokens
             self._count.reported_prompt_tokens += event.prompt_tokens or request.event.prompt_tokens
         if computed and attempt.current and not request.announced(endpoint):
@@ -238,7 +238,8 @@ class Router:
             pick=pick,
         )
         model.decisions += 1
-        model.observe_reuse(found[pick].matched_tokens, event.prompt_tokens - found[pick].matched_tokens)
+        reused = found[pick].reused_tokens
+        model.observe_reuse(reused, event.prompt_tokens - reused)
         self._decisions[decision.id] = decision
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
@@ -252,7 +253,7 @@ class Router:
 
     def _reserve(self, request: Request, attempt: Attempt) -> None:
         event, endpoint, candidate = request.event, attempt.endpoint, attempt.candidate
-        reused = candidate.matched_tokens + candidate.pending_tokens
+        reused = candidate.reused_tokens
         new = event.prompt_tokens - reused
         start = endpoint.learner.start
         reservation = Reservation(
