@@ -30,6 +30,8 @@ class HttpServer:
         self.buffered_bytes = 0
         """Bytes of request bodies held by all connections now."""
         self.draining = False
+        self.port = 0
+        """The port bound (of use after asking for port 0)."""
         self.refused_connections = 0
         """Closed at once because `limits.connections` were open."""
         self.faults = 0
@@ -44,13 +46,6 @@ class HttpServer:
         """Open client connections."""
         return len(self._connections)
 
-    @property
-    def port(self) -> int:
-        """The port bound (of use after asking for port 0)."""
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
     async def start(self, host: str, port: int, *, flag: str) -> None:
         """Bind and accept. Raises EnvironmentProblem naming the address and the flag that chose it."""
         loop = asyncio.get_running_loop()
@@ -60,6 +55,7 @@ class HttpServer:
             used = cause.errno == errno.EADDRINUSE or "in use" in str(cause)
             why = "the port is in use by another program" if used else str(cause)
             raise EnvironmentProblem(f"cannot listen on {host}:{port} ({flag}): {why}") from cause
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def stop_accepting(self) -> None:
         """Take no new connections, and tell clients on open ones to go after their answer."""

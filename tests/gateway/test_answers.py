@@ -1,0 +1,93 @@
+"""What is read of an answer on its way through, however its bytes are cut."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
+
+
+def event(body) -> bytes:
+    return b"data: " + (body if isinstance(body, bytes) else json.dumps(body).encode()) + b"\n\n"
+
+
+def usage(prompt=7, output=3, cached=4):
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+TOKEN = event({"choices": [{"delta": {"content": 'said "usage": {\\n\\n}'}}], "usage": None})
+WITH_USAGE = event({"choices": [], "usage": usage()})
+DONE = event(b"[DONE]")
+
+STREAMS = {
+    "plain": (TOKEN * 3 + DONE, 4, None),
+    "usage": (TOKEN * 3 + WITH_USAGE + DONE, 5, Usage(7, 4, 3, exact=True)),
+    "usage in every event": (
+        event({"usage": usage(output=1)}) + event({"usage": usage(output=2)}) + DONE,
+        3,
+        Usage(7, 4, 2, exact=True),
+    ),
+    "carriage returns": ((TOKEN + WITH_USAGE + DONE).replace(b"\n", b"\r\n"), 3, Usage(7, 4, 3, exact=True)),
+    "comments": (b": ping\n\n" + TOKEN + WITH_USAGE + b": bye\n\n", 4, Usage(7, 4, 3, exact=True)),
+    "named events": (b"event: x\n" + WITH_USAGE, 1, Usage(7, 4, 3, exact=True)),
+    "no details": (event({"usage": {"prompt_tokens": 1}}), 1, Usage(1, None, None, exact=True)),
+    "lies": (event({"usage": usage(prompt=-1)}) + DONE, 2, None),
+    "no json": (event(b'"usage" {{{') + DONE, 2, None),
+    "nothing": (b"", 0, None),
+}
+
+
+def cut(data: bytes, at: list[int]) -> list[bytes]:
+    places = sorted({place % (len(data) + 1) for place in at} | {0, len(data)})
+    return [data[a:b] for a, b in pairwise(places)]
+
+
+@pytest.mark.parametrize(("data", "events", "wanted"), STREAMS.values(), ids=STREAMS.keys())
+@given(at=st.lists(st.integers(0, 10_000), max_size=30))
+def test_a_stream_is_read_the_same_however_it_is_cut(data, events, wanted, at):
+    stream, passed = EventStream(), b""
+    for piece in cut(data, at):
+        passed += stream.feed([piece])
+        assert passed == b"" or passed.endswith((b"\n\n", b"\r\n\r\n"))
+    assert passed + stream.rest() == data
+    assert stream.events == events
+    assert stream.usage() == wanted
+
+
+def test_pieces_that_come_together_are_one_block():
+    stream = EventStream()
+    assert stream.feed([TOKEN[:5], TOKEN[5:], DONE[:3]]) == TOKEN
+    assert stream.feed([DONE[3:]]) == DONE
+
+
+def test_an_event_without_end_is_passed_on_before_it_fills_the_memory():
+    stream, passed = EventStream(), 0
+    for _ in range(1000):
+        passed += len(stream.feed([b"x" * 1000]))
+    assert passed > 700_000
+    assert passed + len(stream.rest()) == 1_000_000
+
+
+@given(at=st.lists(st.integers(0, 10_000), max_size=10))
+def test_usage_of_a_json_answer_is_found_wherever_it_stands(at):
+    whole = {"choices": [{"text": "x" * 300}], "usage": usage(), "prompt_token_ids": [1] * 200}
+    body = json.dumps(whole).encode()
+    answer = JsonAnswer()
+    for piece in cut(body, at):
+        answer.feed([piece])
+    assert answer.usage() == Usage(7, 4, 3, exact=True)
+
+
+def test_a_json_answer_too_long_to_be_kept_has_no_usage():
+    answer = JsonAnswer()
+    for _ in range(100):
+        answer.feed([b" " * 100_000])
+    answer.feed([json.dumps({"usage": usage()}).encode()])
+    assert answer.usage() is None

@@ -1,0 +1,107 @@
+"""Configuration fails at start and by name."""
+
+import hashlib
+
+import pytest
+
+from sumibi.core.errors import ConfigError
+from sumibi.gateway.admin import admin_key, is_loopback
+from sumibi.gateway.options import EngineOption, GatewayOptions, engine_options
+from sumibi.gateway.tenants import ANONYMOUS, Tenants
+
+
+def test_engines_come_repeated_or_in_a_list():
+    assert engine_options(["http://a:8001,http://b:8002", "http://c/"]) == (
+        EngineOption("http://a:8001"),
+        EngineOption("http://b:8002"),
+        EngineOption("http://c:80"),
+    )
+
+
+def test_event_addresses_belong_to_their_engine():
+    (engine,) = engine_options(["http://a:8001"], ["http://a:8001=tcp://a:5557,replay=tcp://a:5657"])
+    assert engine == EngineOption("http://a:8001", "tcp://a:5557", "tcp://a:5657")
+
+
+@pytest.mark.parametrize(
+    ("engines", "events", "named"),
+    [
+        ([], [], "--engine"),
+        ([" , "], [], "--engine"),
+        (["a:8001"], [], "a:8001"),
+        (["https://a:8001"], [], "https://a:8001"),
+        (["http://a:port"], [], "http://a:port"),
+        (["http://a:99999"], [], "http://a:99999"),
+        (["http://a:8001/v1"], [], "without a path"),
+        (["http://u:p@a:8001"], [], "user name"),
+        (["http://a:8001", "http://a:8001/"], [], "named twice"),
+        (["http://a:8001"], ["http://a:8001"], "--kv-events"),
+        (["http://a:8001"], ["http://a:8001=udp://a:1"], "--kv-events"),
+        (["http://a:8001"], ["http://b:8001=tcp://b:1"], "http://b:8001"),
+        (["http://a:8001"], ["http://a:8001=tcp://a:1,reply=tcp://a:2"], "replay="),
+        (["http://a:8001"], ["http://a:8001=tcp://a:1"] * 2, "named twice"),
+    ],
+)
+def test_a_malformed_engine_is_named(engines, events, named):
+    with pytest.raises(ConfigError) as error:
+        engine_options(engines, events)
+    assert named in str(error.value)
+
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+OPEN = ("0.0.0.0", "10.0.0.1", "box", "::")
+
+
+@pytest.mark.parametrize("host", LOCAL + OPEN)
+def test_a_door_open_to_other_machines_wants_a_key_of_its_own(tmp_path, host):
+    local = host in LOCAL
+    assert is_loopback(host) is local
+    options = GatewayOptions(engines=(), admin_host=host)
+    if local:
+        assert admin_key(options, tmp_path)
+    else:
+        with pytest.raises(ConfigError, match="--admin-key"):
+            admin_key(options, tmp_path)
+
+
+def test_a_made_key_is_kept_for_its_owner_only(tmp_path):
+    options = GatewayOptions(engines=())
+    key = admin_key(options, tmp_path / "state")
+    path = tmp_path / "state" / "admin.key"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["admin.key"]
+    assert admin_key(options, tmp_path / "state") == key
+
+
+def test_a_given_key_comes_from_flag_or_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("key-from-a-file-0123\n")
+    assert admin_key(GatewayOptions(engines=(), admin_key_file=path), tmp_path) == "key-from-a-file-0123"
+    with pytest.raises(ConfigError, match="--admin-key"):
+        admin_key(GatewayOptions(engines=(), admin_key="short"), tmp_path)
+    with pytest.raises(ConfigError, match="--admin-key-file"):
+        admin_key(GatewayOptions(engines=(), admin_key_file=tmp_path / "none"), tmp_path)
+
+
+def test_api_keys_are_looked_up_by_their_digest(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"{hashlib.sha256(b'sk-1').hexdigest().upper()}: team-a\n")
+    tenants = Tenants.load(path)
+    assert tenants.of(b"Bearer sk-1") == "team-a"
+    for other in (None, b"", b"Bearer sk-2", b"Basic sk-1", b"sk-1"):
+        assert tenants.of(other) == ANONYMOUS
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "abc: team", f"{'0' * 63}g: team", f"{'a' * 64}: 7", "a: [", "\x00"]
+)
+def test_a_malformed_file_of_api_keys_is_named(tmp_path, content):
+    path = tmp_path / "keys.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="--api-keys"):
+        Tenants.load(path)
+
+
+def test_without_a_file_everybody_is_anonymous():
+    tenants = Tenants.load(None)
+    assert (tenants.of(b"Bearer sk-1"), tenants.configured) == (ANONYMOUS, False)
