@@ -188,6 +188,12 @@ def test_a_child_that_ends_again_and_again_is_given_up(child):
     assert broken.record().restarts == 1
 
 
+def test_a_child_that_cannot_be_started_waits_for_its_next_try(child):
+    missing = child(ChildPlan(name="x", argv=["/nowhere/program"], health_url="http://127.0.0.1:9/"))
+    assert missing.state is ChildState.WAITING
+    assert "cannot be started" in missing.exit
+
+
 def test_a_child_that_is_not_ready_in_time_is_ended(child):
     asleep = ChildPlan(name="x", argv=["sleep", "60"], health_url="http://127.0.0.1:9/")
     late = child(asleep, start_timeout_s=5.0)

@@ -180,6 +180,14 @@ def serve(
     ] = None,
     admin_host: Annotated[str, typer.Option(help="Address of the admin door.")] = "127.0.0.1",
     admin_port: Annotated[int, typer.Option(help="Port of the admin door; 0 for none.")] = 8080,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The admin key, better given as the variable than on a command line that others can see.",
+            envvar="SUMIBI_ADMIN_KEY",
+            metavar="KEY",
+        ),
+    ] = None,
     admin_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -219,6 +227,7 @@ def serve(
         policy=policy,
         admin_host=admin_host,
         admin_port=admin_port or None,
+        admin_key=admin_key,
         admin_key_file=admin_key_file,
         api_keys=api_keys,
         usage_log=usage_log,

@@ -21,12 +21,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sumibi.core.errors import EnvironmentProblem
 from sumibi.local.plan import ChildPlan, StackPlan
 from sumibi.local.runfile import ChildRecord, ChildState, RunRecord, write_run
 
@@ -78,25 +80,34 @@ class Child:
         self._log_start = 0
 
     def start(self, now: float) -> None:
-        """Start the process on its cores, with its own log, tied to this process's life."""
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                self.plan.argv,
-                env=os.environ | self.plan.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,  # a Ctrl-C in the terminal reaches the supervisor only
-                # Safe: this process has one thread.
-                preexec_fn=functools.partial(_in_child, os.getpid(), self.plan.cores),  # noqa: PLW1509
-            )
-        self.state, self._since = ChildState.STARTING, now
+        """Start the process on its cores, with its own log, tied to this process's life.
+
+        A machine that cannot (no memory, a full disk) counts as an end, so it is tried again.
+        """
+        try:
+            with self.log.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    self.plan.argv,
+                    env=os.environ | self.plan.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,  # a Ctrl-C in the terminal reaches the supervisor only
+                    # Safe: this process has one thread.
+                    preexec_fn=functools.partial(_in_child, os.getpid(), self.plan.cores),  # noqa: PLW1509
+                )
+        except (OSError, subprocess.SubprocessError) as cause:
+            self._ended(EnvironmentProblem.exit_code, f"cannot be started: {cause}", now)
+        else:
+            self.state, self._since = ChildState.STARTING, now
 
     def step(self, now: float) -> None:
         """Reap, restart, ask for health: whatever is due."""
         if self._process is not None and self._process.poll() is not None:
-            self._ended(self._process.returncode, now)
+            code = self._process.returncode
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._ended(code, how, now)
         elif self.state is ChildState.STARTING:
             if is_healthy(self.plan.health_url, self._limits.health_timeout_s):
                 self.state, self._since = ChildState.READY, now
@@ -108,10 +119,9 @@ class Child:
             self.restarts += 1
             self.start(now)
 
-    def _ended(self, code: int, now: float) -> None:
+    def _ended(self, code: int, how: str, now: float) -> None:
         self._process = None
-        self.exit_code = code
-        self.exit = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.exit_code, self.exit = code, how
         self._ends_in_a_row += 1
         if self._ends_in_a_row >= self._limits.tries_in_a_row:
             self.state = ChildState.FAILED
@@ -144,9 +154,12 @@ class Child:
 
     def last_words(self, lines: int = 12) -> str:
         """The end of what this start of the process wrote."""
-        with self.log.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 8192))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 8192))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+        except OSError as cause:
+            return f"(no log: {cause.strerror})"
 
     def record(self) -> ChildRecord:
         """For the run file."""
@@ -218,7 +231,10 @@ class Supervisor:
         if children == self._record.children and marks == self._written:
             return
         self._record.children, self._written = children, marks
-        write_run(self._state_dir, self._record)
+        try:
+            write_run(self._state_dir, self._record)
+        except OSError as cause:  # a full disk: `status` is out of date, the stack runs on
+            print(f"cannot write the run file: {cause}", file=sys.stderr, flush=True)
         on_change(self._record)
 
     _written: tuple[bool, bool] = (False, False)
