@@ -1,10 +1,15 @@
 """Texts with their tokens and keys: a tokenizer in front of the trie of segments."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from sumibi.prompts.segments import Segment, SegmentStore
 from sumibi.prompts.tokenizer import Tokenizer
+
+_SHORT_CHARACTERS = 32
+"""Half of a chat's pieces are markers such as `<|im_end|>\\n`; a call costs more than their few tokens."""
 
 
 class Put(NamedTuple):
@@ -24,6 +29,7 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, store: SegmentStore) -> None:
         self._tokenizer = tokenizer
         self._store = store
+        self._encode_short = lru_cache(maxsize=1024)(self._encode_one)
 
     def start(self, root_key: int, *, add_special_tokens: bool) -> Segment:
         """Where texts under `root_key` begin."""
@@ -38,10 +44,20 @@ class Texts:
         reused_tokens = end.tokens
         new = pieces[known:]
         # All at once and before anything is added: either the whole text stands in the trie or nothing.
-        new_ids = self._tokenizer.encode_batch(new, add_special_tokens=False)
-        for piece, token_ids in zip(new, new_ids, strict=True):
+        for piece, token_ids in zip(new, self._encode(new), strict=True):
             end = self._store.add(end, piece, token_ids)
         return Put(end, reused_tokens, spans)
+
+    def _encode(self, pieces: list[str]) -> list[Sequence[int]]:
+        long = [piece for piece in pieces if len(piece) > _SHORT_CHARACTERS]
+        long_ids = iter(self._tokenizer.encode_batch(long, add_special_tokens=False))
+        return [
+            next(long_ids) if len(piece) > _SHORT_CHARACTERS else self._encode_short(piece)
+            for piece in pieces
+        ]
+
+    def _encode_one(self, piece: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(piece, add_special_tokens=False))
 
     def close(self, end: Segment, *, add_special_tokens: bool) -> Segment:
         """`end` with the tokens that the tokenizer adds after a text, where it does."""
