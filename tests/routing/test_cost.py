@@ -41,6 +41,14 @@ def test_wait_is_the_prefill_reserved_before_less_what_was_done_of_it():
     assert made.view("a").wait_s == pytest.approx(first / 2 + second + 2 * START.prefill_s(100))
 
 
+def test_one_that_is_overtaken_is_not_taken_for_overdue():
+    made = lab("a")
+    cost(made, "long", 5000)
+    cost(made, "short", 100)
+    made.first("short", dt=START.prefill_s(100))
+    assert made.view("a").wait_s == pytest.approx(START.prefill_s(5000))
+
+
 def test_a_request_that_does_not_stream_stops_counting_when_its_prefill_should_be_over():
     made = lab("a")
     cost(made, "1", 1000, stream=False)

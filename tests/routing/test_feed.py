@@ -245,6 +245,54 @@ def test_a_restart_is_noticed_by_replay_though_the_new_sequence_passed_the_old_o
     assert (lab.view("e").epoch, lab.view("e").grade) == (2, Grade.EXACT)
 
 
+def test_a_late_batch_that_a_replay_was_asked_for_is_no_new_process():
+    engine = Engine(20)
+    lab = following(engine)
+    publish(lab, engine, P1)
+    engine.run(P2)
+    late = engine.publish()
+    publish(lab, engine, prompt(0, BLOCK))
+    lab.batch("e", late)
+    lab.replay("e", engine, 0)
+    assert believed(lab, "e", [P1, P2]) == actual(engine, [P1, P2])
+    assert (lab.view("e").epoch, lab.view("e").grade) == (1, Grade.EXACT)
+
+
+def test_blocks_whose_parents_the_replay_no_longer_has_are_given_up():
+    engine = Engine(20)
+    for size in (2, 4):
+        engine.run(P1[: size * BLOCK] + [1])
+        engine.publish()
+    del engine.published[0]
+    lab = Lab()
+    lab.up("e", has_events=True, has_replay=True)
+    (batch,) = engine.published
+    lab.batch("e", batch, replayed=True)
+    assert lab.router.counters().orphan_blocks_now == 2
+    lab.tell(ReplayEnded, endpoint="e", ok=True)
+    assert lab.router.counters().orphan_blocks_now == 0
+    assert lab.router.counters().orphans_dropped == 2
+    assert lab.view("e").grade is Grade.APPROXIMATE
+
+
+def test_batches_held_back_of_the_process_before_are_dropped_with_it():
+    old, new = Engine(20), Engine(20, process=1)
+    lab = following(old)
+    publish(lab, old, P1)
+    old.run(P2)
+    old.publish()  # lost
+    for i in range(3):
+        publish(lab, old, prompt(i, BLOCK))
+    new.run(P2)
+    new.publish()
+    assert asks(lab.replay("e", new, 0)) == [("e", 0)]
+    assert asks(lab.replay("e", new, 0)) == []
+    assert asks(publish(lab, new, P1)) == []
+    prompts = [P1, P2, *(prompt(i, BLOCK) for i in range(3))]
+    assert believed(lab, "e", prompts) == actual(new, prompts)
+    assert (lab.view("e").epoch, lab.view("e").grade) == (2, Grade.EXACT)
+
+
 @pytest.mark.parametrize("told_by", ["signals", "up"])
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_restart_is_noticed_by_the_process_start(told_by, replay):

@@ -27,7 +27,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a request waits for an endpoint of its model to come up before it is refused (503)."""
 
     max_index_blocks: int = 2_000_000
-    """Blocks in the index, all endpoints together (about 230 bytes each, with the engines' hashes); above it new ones are left out."""
+    """Blocks in the index, all endpoints together; above it new ones are left out. One takes about 230
+    bytes, the engine's hash for it included."""
     max_orphan_blocks: int = 10_000
     """Per endpoint: stored blocks kept although their parent is not known (yet)."""
     max_buffered_batches: int = 10_000
