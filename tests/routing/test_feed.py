@@ -261,7 +261,7 @@ def test_a_late_batch_that_a_replay_was_asked_for_is_no_new_process():
 def test_blocks_whose_parents_the_replay_no_longer_has_are_given_up():
     engine = Engine(20)
     for size in (2, 4):
-        engine.run(P1[: size * BLOCK] + [1])
+        engine.run([*P1[: size * BLOCK], 1])
         engine.publish()
     del engine.published[0]
     lab = Lab()
