@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from sumibi.core.errors import ConfigError
@@ -71,6 +71,19 @@ class Stack(_Part):
     )
     engines: Engines = Field(default_factory=Engines)
     gateway: Gateway = Field(default_factory=Gateway)
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> "Stack":
+        taken = {self.gateway.port: "gateway.port"}
+        others = [(self.gateway.admin_port, "gateway.admin_port")]
+        others += [(port, "engines.first_port") for port in self.engine_ports]
+        for port, key in others:
+            if port in taken:
+                raise ValueError(f"{key} and {taken[port]} both take port {port}")
+            if port > 65535:
+                raise ValueError(f"{key} leads to port {port}: 65535 is the last")
+            taken[port] = key
+        return self
 
     @property
     def engine_ports(self) -> list[int]:
@@ -139,6 +152,8 @@ def _explain(
     if where == str(file) and path in lines:
         where = f"{file}, line {lines[path]}"
     name = ".".join(path)
+    if not path:
+        return f"{file or 'command line'}: {error['msg'].removeprefix('Value error, ')}"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key {name!r}{_suggest(path)}"
     return f"{where}: {name} is {error['input']!r}: {error['msg'].lower()}"

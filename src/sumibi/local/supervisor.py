@@ -185,6 +185,8 @@ class Supervisor:
         self._record = RunRecord(
             pid=os.getpid(), model=plan.model, url=plan.url, admin_url=plan.admin_url, children=[]
         )
+        self._noted = (False, False)
+        """`ready` and whether there is a failure, as last written."""
 
     def run(self, on_change: Callable[[RunRecord], None] = lambda record: None) -> int:
         """Start every child and keep them running until SIGTERM, SIGINT or SIGHUP.
@@ -228,16 +230,14 @@ class Supervisor:
     def _note_change(self, on_change: Callable[[RunRecord], None]) -> None:
         children = [child.record() for child in self.children]
         marks = (self._record.ready, bool(self._record.failure))
-        if children == self._record.children and marks == self._written:
+        if children == self._record.children and marks == self._noted:
             return
-        self._record.children, self._written = children, marks
+        self._record.children, self._noted = children, marks
         try:
             write_run(self._state_dir, self._record)
         except OSError as cause:  # a full disk: `status` is out of date, the stack runs on
             print(f"cannot write the run file: {cause}", file=sys.stderr, flush=True)
         on_change(self._record)
-
-    _written: tuple[bool, bool] = (False, False)
 
     def _stop(self) -> None:
         """The gateway (last in the plan) drains before its engines go."""

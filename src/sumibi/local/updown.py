@@ -19,6 +19,7 @@ import msgspec
 
 from sumibi.admin import Admin, wait_for_fleet
 from sumibi.core.errors import EnvironmentProblem, SumibiError
+from sumibi.engine.options import TINY
 from sumibi.local.plan import StackPlan, plan_stack
 from sumibi.local.runfile import (
     PLAN_FILE,
@@ -35,7 +36,6 @@ from sumibi.stack import Stack
 Report = Callable[[str, str, float | None], None]
 """Called with who (`model`, `engine-0`, ...), what, and the fraction done if it is known."""
 
-TINY_MODEL = "tiny"
 SUPERVISOR_LOG = "supervisor.log"
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 30.0
@@ -159,7 +159,7 @@ def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
     taken = taken_ports(stack)
     if taken:
         raise EnvironmentProblem("\n".join(taken))
-    model_dir = stack.model if stack.model == TINY_MODEL else str(model_directory(stack.model, report))
+    model_dir = stack.model if stack.model == TINY else str(model_directory(stack.model, report))
     plan = plan_stack(stack, model_dir=model_dir, state_dir=state_dir, cores=sorted(os.sched_getaffinity(0)))
     for note in plan.notes:
         report("note", note, None)
@@ -180,17 +180,20 @@ def model_directory(name: str, report: Report) -> Path:
 
 
 def _spawn(plan: StackPlan, state_dir: Path, lock: int, *, tied: bool) -> "subprocess.Popen[bytes]":
-    (state_dir / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
     argv = [sys.executable, "-m", "sumibi.local", str(state_dir), str(lock), str(os.getpid() if tied else 0)]
-    with (state_dir / SUPERVISOR_LOG).open("wb") as log:
-        return subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(lock,),
-            start_new_session=True,
-        )
+    try:
+        (state_dir / PLAN_FILE).write_bytes(msgspec.json.encode(plan))
+        with (state_dir / SUPERVISOR_LOG).open("wb") as log:
+            return subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+                start_new_session=True,
+            )
+    except OSError as cause:
+        raise EnvironmentProblem(f"cannot start the supervisor in {state_dir}: {cause}") from cause
 
 
 def _follow(state_dir: Path, report: Report, alive: Callable[[], bool]) -> RunRecord:
