@@ -1,5 +1,7 @@
 """What a client gets through the gateway when nothing goes wrong."""
 
+import asyncio
+import hashlib
 import json
 
 import pytest
@@ -165,8 +167,6 @@ async def test_an_engine_s_own_refusal_reaches_the_client_as_it_is(lab, behaviou
 
 
 async def test_a_request_before_any_engine_is_up_waits_for_one(lab):
-    import asyncio
-
     async with lab() as it:
         engine = await it.engine()
         await engine.stop()
@@ -177,9 +177,24 @@ async def test_a_request_before_any_engine_is_up_waits_for_one(lab):
         assert (await asked).status == 200
 
 
-async def test_a_known_key_s_tenant_is_recorded_and_the_key_is_not_passed_on(lab, tmp_path):
-    import hashlib
+async def test_long_prompts_are_read_beside_the_loop_and_short_ones_still_pass(lab):
+    def body(number, size):
+        messages = [{"role": "user", "content": f"{number} " + "smoke and embers " * (size // 17)}]
+        return {"model": "test-model", "messages": messages}
 
+    async with lab() as it:
+        engine = await it.engine()
+        await it.start()
+        sizes = [400_000, 100, 100, 400_000, 100]
+        answers = await asyncio.gather(*(it.ask(body=body(i, size)) for i, size in enumerate(sizes)))
+        assert [answer.status for answer in answers] == [200] * 5
+        assert len(engine.requests) == 5
+        wrong = await it.ask(body={"model": "test-model", "messages": ["x" * 300_000]})
+        assert (wrong.status, wrong.json["error"]["param"]) == (400, "messages[0]")
+        it.assert_nothing_is_held()
+
+
+async def test_a_known_key_s_tenant_is_recorded_and_the_key_is_not_passed_on(lab, tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"{hashlib.sha256(b'sk-team').hexdigest()}: team-a\n")
     async with lab() as it:

@@ -325,6 +325,24 @@ async def test_head_requests_get_no_body():
         writer.close()
 
 
+async def test_a_bug_in_a_handler_is_an_internal_error_and_the_server_goes_on(caplog):
+    async with echo_server() as server:
+        calls, respond = [], server._respond
+
+        def fails_once(request, connection):
+            calls.append(request)
+            if len(calls) == 1:
+                raise RuntimeError("a bug")
+            return respond(request, connection)
+
+        server._respond = fails_once
+        answers = await talk(server, post() + LAST)
+        assert [status for status, _ in answers] == [500, 200]
+        assert server.faults == 1
+        assert "a bug" in caplog.text
+        assert b"a bug" not in answers[0][1]
+
+
 async def test_nagle_s_algorithm_is_off():
     async with echo_server() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

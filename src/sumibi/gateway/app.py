@@ -14,12 +14,13 @@ import msgspec
 from sumibi.core.errors import BadRequest, UnknownModel
 from sumibi.core.ids import new_id
 from sumibi.gateway.completion import EXPLAIN_HEADER, Completion
-from sumibi.gateway.errors import error_body, error_body_of
+from sumibi.gateway.errors import INTERNAL_ERROR, error_body, error_body_of
 from sumibi.gateway.http1 import Connection, Exchange, Request
 from sumibi.gateway.prompting import ModelReader, ModelReaders
 from sumibi.gateway.shell import Shell
 from sumibi.gateway.tenants import Tenants
 from sumibi.prompts.dialects import PromptRequest, parse_request
+from sumibi.prompts.keys import Prompt
 
 COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 _MAX_REQUEST_ID = 128
@@ -96,7 +97,7 @@ class App:
         try:
             asked = parse_request(path, request.body)
             reader = self._reader(asked)
-            prompt = reader.read(asked)
+            prompt = reader.read(asked, request.body_bytes)
         except BadRequest as error:
             refused = shell.metrics.refused_requests
             refused[str(error.status)] = refused.get(str(error.status), 0) + 1
@@ -115,15 +116,38 @@ class App:
         shell.add(completion)
         metrics = shell.metrics
         if prompt is None:
-            task = asyncio.get_running_loop().create_task(_arrive_later(completion, reader, asked))
+            later = self._arrive_later(completion, reader, request.body_bytes)
+            task = asyncio.get_running_loop().create_task(later)
             self._reading.add(task)
             task.add_done_callback(self._reading.discard)
             return completion
-        read = shell.now()
-        metrics.keys_s.observe(read - started)
-        completion.arrive(prompt)
-        metrics.placement_s.observe(shell.now() - read)
+        metrics.keys_s.observe(shell.now() - started)
+        self._place(completion, prompt)
         return completion
+
+    async def _arrive_later(self, completion: Completion, reader: ModelReader, body_bytes: int) -> None:
+        """Find keys that take their time; whatever goes wrong, the client gets an answer."""
+        try:
+            prompt = await reader.read_later(completion.asked, body_bytes)
+            self._shell.metrics.keys_s.observe(self._shell.now() - completion.arrived_t)
+        except BadRequest as error:
+            completion.fail(error.status, error_body_of(error))
+        except Exception:
+            log.exception("reading the prompt of %s failed", completion.id)
+            completion.fail(500, INTERNAL_ERROR)
+        else:
+            self._place(completion, prompt)
+
+    def _place(self, completion: Completion, prompt: Prompt) -> None:
+        """Hand the request to the router; a bug on that way costs this request and no other."""
+        shell = self._shell
+        started = shell.now()
+        try:
+            completion.arrive(prompt)
+        except Exception:
+            log.exception("placing %s failed", completion.id)
+            completion.fail(500, INTERNAL_ERROR)
+        shell.metrics.placement_s.observe(shell.now() - started)
 
     def _reader(self, asked: PromptRequest) -> ModelReader:
         """Raises UnknownModel."""
@@ -172,17 +196,6 @@ class App:
                 json,
             )
         return None
-
-
-async def _arrive_later(completion: Completion, reader: ModelReader, asked: PromptRequest) -> None:
-    """Find the keys with an engine's help; whatever goes wrong, the client gets an answer."""
-    try:
-        completion.arrive(await reader.read_remotely(asked))
-    except BadRequest as error:
-        completion.fail(error.status, error_body_of(error))
-    except Exception:
-        log.exception("reading the prompt of %s failed", completion.id)
-        completion.fail(500, error_body(500, "internal error, see the gateway's log"))
 
 
 def _models(cards: Iterable[ModelCard]) -> bytes:

@@ -141,8 +141,10 @@ class Completion:
             shell.tell(Admitted(t=shell.now(), request=self.id))
 
     def fail(self, status: int, body: bytes) -> None:
-        """The request turned out wrong before the router heard of it: answer with an error."""
+        """The request cannot be placed, by its fault or by ours: answer with an error."""
         if not self._over:
+            self._stop_call()
+            self._tell_finished(FinishReason.REJECTED, None)
             self._close(FinishReason.REJECTED, None)
             self._respond(status, body)
 

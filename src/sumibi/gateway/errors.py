@@ -39,3 +39,7 @@ def error_body_of(error: SumibiError) -> bytes:
 def error_event(message: str, *, code: str) -> bytes:
     """A server-sent event that ends a stream with an error; OpenAI's clients raise on it."""
     return b"data: " + error_body(502, message, code=code) + b"\n\n"
+
+
+INTERNAL_ERROR = error_body(500, "internal error, see the gateway's log", code="internal_error")
+"""What a client gets to see of a bug."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.gateway.deadlines import Deadlines
-from sumibi.gateway.errors import error_body
+from sumibi.gateway.errors import INTERNAL_ERROR, error_body
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
 
 _BACKLOG = 2048
@@ -103,7 +103,7 @@ class HttpServer:
         except Exception:
             self.faults += 1
             log.exception("%s %s failed", request.method, request.path)
-            connection.respond(500, error_body(500, "internal error, see the gateway's log"))
+            connection.respond(500, INTERNAL_ERROR)
             return None
 
     def error_body(self, status: int, message: str) -> bytes:
