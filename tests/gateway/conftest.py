@@ -210,6 +210,9 @@ class FakeEngine:
         self.metrics = {"vllm:num_requests_running": 0.0, "vllm:num_requests_waiting": 0.0}
         self.process_start_s = 1000.0
         self.events: FakePublisher | None = None
+        """KV events of its only rank."""
+        self.rank_events: list[FakePublisher] = []
+        """KV events of each rank, of an engine with several."""
         self.tokens: list[int] | None = None
         """What /tokenize answers; None: there is no such route."""
         self.tokenize_calls = 0
@@ -270,8 +273,9 @@ class FakeEngine:
                 page += f"process_start_time_seconds {self.process_start_s}\n"
                 data = page.encode()
                 writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
-            case "/kv_event_sources" if self.events is not None:
-                await respond_json(writer, 200, {"0": self.events.config})
+            case "/kv_event_sources" if self.events is not None or self.rank_events:
+                publishers = self.rank_events or [self.events]
+                await respond_json(writer, 200, {str(i): p.config for i, p in enumerate(publishers)})
             case "/tokenize" if self.tokens is not None:
                 self.tokenize_calls += 1
                 await respond_json(writer, 200, {"tokens": self.tokens, "count": len(self.tokens)})
@@ -332,6 +336,10 @@ class FakePublisher:
             "topic": "kv@test",
         }
         self._task = asyncio.ensure_future(self._serve_replays())
+
+    def connect(self, address: str) -> None:
+        """Publish to a subscriber that binds, too."""
+        self._socket.connect(address)
 
     async def publish(self, *events: KVEvent, lose: bool = False) -> None:
         payload = encode_batch(float(self.next_seq), list(events))
@@ -504,3 +512,9 @@ class Behaviours:
 @pytest.fixture
 def behaviours() -> type[Behaviours]:
     return Behaviours
+
+
+@pytest.fixture
+def client_of() -> type[Client]:
+    """`async with client_of(port) as client:` speaks to any server."""
+    return Client

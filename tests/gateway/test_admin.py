@@ -2,15 +2,19 @@
 
 import json
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sumibi.core.errors import EnvironmentProblem
+from sumibi.core.kvevents import BlockStored
 from sumibi.gateway.exposition import TABLE
 from sumibi.gateway.main import Gateway
 from sumibi.gateway.options import GatewayOptions, engine_options
 from sumibi.routing.decisions import read_decisions
+from sumibi.routing.events import AnyEvent
 from sumibi.routing.policies import rerun
+from sumibi.routing.router import Router
 
 CHAT = "/v1/chat/completions"
 KEY = "test-admin-key-0123456789"
@@ -136,6 +140,30 @@ async def test_a_recording_holds_no_text_and_reruns_to_the_same_picks(lab, tmp_p
         assert len(again) == 6
         assert all(pick.same for pick in again)
         assert len((tmp_path / "record" / "outcomes.jsonl").read_text().splitlines()) == 6
+
+
+async def test_a_recorded_run_fed_to_a_fresh_router_gives_the_same_decisions(lab, tmp_path):
+    tokens = list(range(64))
+    async with lab() as it:
+        for _ in range(3):
+            (await it.engine()).events = it.publisher()
+        gateway = await it.start(record=tmp_path / "record")
+        for number in range(12):
+            await it.ask(
+                "/v1/completions", {"model": "test-model", "prompt": [number % 4, *tokens], "max_tokens": 5}
+            )
+            stored = BlockStored([number], None, [number % 4, *tokens[:15]], 16, medium="GPU")
+            await it.engines[number % 3].events.publish(stored)
+        await it.until(lambda: gateway.router.counters().batches == 12)
+        await it.ask("/v1/completions", {"model": "test-model", "prompt": [1, *tokens]})
+        live = gateway.router.decisions(100)
+        await gateway.stop(1.0)
+    decoder = msgspec.json.Decoder(AnyEvent)
+    fresh = Router(gateway.router.config)
+    for line in (tmp_path / "record" / "events.jsonl").read_bytes().splitlines():
+        fresh.handle(decoder.decode(line))
+    assert len(live) == 13
+    assert fresh.decisions(100) == live
 
 
 async def test_a_port_in_use_is_named_with_its_flag(lab):

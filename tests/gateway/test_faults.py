@@ -207,6 +207,20 @@ async def test_a_client_that_leaves_has_its_request_aborted_at_once(lab, behavio
         assert record["reason"] == "client_gone"
 
 
+async def test_a_client_that_half_closes_counts_as_gone(lab, behaviours):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.behave = behaviours.hang
+        await it.start()
+        async with it.client() as client:
+            await client.send(request(chat()))
+            await it.until(lambda: len(engine.requests) == 1)
+            client.writer.write_eof()
+            await it.until(lambda: engine.lost_clients == 1)
+            assert await client.closed()
+        it.assert_nothing_is_held()
+
+
 async def test_a_client_that_does_not_read_holds_the_engine_back(lab, behaviours):
     sent = 0
     big = behaviours.chunk(behaviours.token_event("x" * 200_000))

@@ -1,9 +1,13 @@
 """Engines that come, go, restart and tell what their caches hold."""
 
 import asyncio
+import socket
+
+import pytest
 
 from sumibi.core.keys import extend_keys, root_key
 from sumibi.core.kvevents import AllBlocksCleared, BlockStored
+from sumibi.gateway.options import engine_options
 
 CHAT = "/v1/chat/completions"
 BLOCK = 16
@@ -113,6 +117,39 @@ async def test_an_engine_that_is_killed_leaves_the_index_at_once_and_returns_whe
             await ask(it, completion([token] * 8))
         assert len(engine.requests) > before
         it.assert_nothing_is_held()
+
+
+async def test_ranks_of_one_engine_are_told_apart_and_addressed(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.rank_events = [it.publisher(), it.publisher()]
+        await it.start()
+        views = lambda: {v.endpoint: v for v in it.gateway.router.fleet_view()}  # noqa: E731
+        assert set(views()) == {f"{engine.url}#0", f"{engine.url}#1"}
+        await it.until(lambda: all(v.grade == "exact" for v in views().values()))
+        await engine.rank_events[1].publish(stored(TOKENS))
+        await it.until(lambda: views()[f"{engine.url}#1"].blocks == 8)
+        await ask(it)
+        assert engine.requests[-1].headers["x-data-parallel-rank"] == "1"
+
+
+@pytest.mark.parametrize("binds", ["publisher", "gateway"])
+async def test_events_are_followed_where_the_user_says(lab, binds):
+    async with lab() as it:
+        engine = await it.engine()
+        publisher = it.publisher()
+        port = publisher.config["endpoint"].rpartition(":")[2]
+        address = f"tcp://127.0.0.1:{port}"
+        if binds == "gateway":
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
+            publisher.connect(f"tcp://127.0.0.1:{port}")
+            address = f"tcp://*:{port}"
+        await it.start(engines=engine_options([engine.url], [f"{engine.url}={address}"]))
+        await it.until(lambda: view(it, engine).has_events)
+        while view(it, engine).blocks != 8:  # until the subscription has reached the publisher
+            await publisher.publish(stored(TOKENS))
+            await asyncio.sleep(0.01)
 
 
 async def test_a_cleared_cache_is_forgotten(lab):
