@@ -52,10 +52,11 @@ async def ask(host: str, port: int, path: str, *, body: bytes | None = None, tim
 
 
 async def _exchange(host: str, port: int, path: str, body: bytes | None) -> Reply:
-    reader, writer = await asyncio.open_connection(host.strip("[]"), port)
+    reader, writer = await asyncio.open_connection(host, port)
     try:
         method = "GET" if body is None else "POST"
-        head = f"{method} {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n"
+        name = f"[{host}]" if ":" in host else host
+        head = f"{method} {path} HTTP/1.1\r\nhost: {name}:{port}\r\nconnection: close\r\n"
         if body is not None:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         writer.write(head.encode() + b"\r\n" + (body or b""))
