@@ -113,6 +113,7 @@ class Completion:
         self._json: JsonAnswer | None = None
         self._arrived = False  # the router knows of the request
         self._answered = False  # a byte of an answer went to the client
+        self._ended = False  # its end, too
         self._chunked = False
         self._passing = False  # an engine's error answer is being passed on; the router is done with it
         self._over = False
@@ -192,35 +193,25 @@ class Completion:
         self._passing = True
         self._close(reason, None)
 
-    def answer_body(self, pieces: list[bytes]) -> None:
+    def answer_body(self, pieces: list[bytes], *, last: bool) -> None:
         """Pass a piece of the answer on."""
         events = self._events
         if events is not None:
             block = events.feed(pieces)
+            if last:
+                block += events.rest()
             if not block:
                 return
             pieces = [block]
         elif self._json is not None:
             self._json.feed(pieces)
-        connection = self._connection
-        if self._chunked:
-            connection.writelines([b"%x\r\n" % sum(map(len, pieces)), *pieces, b"\r\n"])
-        elif self._answered:
-            connection.writelines(pieces)
-        else:
-            self._begin(pieces)
+        self._write(pieces, last=last)
 
     def answer_end(self) -> None:
         """The engine's answer is whole."""
         self._call = None
-        if self._events is not None:
-            rest = self._events.rest()
-            if rest:
-                self._write(rest)
-        if not self._answered:
-            self._begin([])
-        if self._chunked:
-            self._connection.write(_LAST_CHUNK)
+        if not self._ended:
+            self._write([], last=True)
         if not self._over:
             usage = self._usage()
             self._tell_finished(FinishReason.STOP, usage)
@@ -283,10 +274,28 @@ class Completion:
 
     # -- inside
 
-    def _begin(self, pieces: list[bytes]) -> None:
-        """The head of the answer and its first pieces, in one write."""
+    def _write(self, pieces: list[bytes], *, last: bool = False) -> None:
+        """Send pieces of the answer, before the first of them its head, after the last of them its end."""
+        first = not self._answered
+        out = [self._head()] if first else []
+        if pieces and self._chunked:
+            out += [b"%x\r\n" % sum(map(len, pieces)), *pieces, b"\r\n"]
+        else:
+            out += pieces
+        if last:
+            self._ended = True
+            if self._chunked:
+                out.append(_LAST_CHUNK)
+        if out:
+            self._connection.writelines(out)
+        if first and not self._over:
+            shell = self._shell
+            self.first_token_t = shell.now()
+            shell.tell(FirstToken(t=self.first_token_t, request=self.id, attempt=self.attempt))
+
+    def _head(self) -> bytes:
+        """The head of the answer, with framing of our own."""
         self._answered = True
-        close = self._connection.last
         fields = [(name, value) for lower, name, value in self._headers if lower not in _NOT_RETURNED]
         fields.append((b"x-request-id", self.id.encode()))
         if self._explain and self.decision:
@@ -299,33 +308,14 @@ class Completion:
         elif not self._one_zero:
             self._chunked = True
             fields.append((b"transfer-encoding", b"chunked"))
-        out = [response_head(self._status, fields, close=close)]
-        if self._chunked and pieces:
-            out += [b"%x\r\n" % sum(map(len, pieces)), *pieces, b"\r\n"]
-        else:
-            out += pieces
-        self._connection.writelines(out)
-        if not self._over:
-            shell = self._shell
-            self.first_token_t = shell.now()
-            shell.tell(FirstToken(t=self.first_token_t, request=self.id, attempt=self.attempt))
-
-    def _write(self, data: bytes) -> None:
-        """More of the answer, begun or not."""
-        if not self._answered:
-            self._begin([data])
-        elif self._chunked:
-            self._connection.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
-        else:
-            self._connection.write(data)
+        return response_head(self._status, fields, close=self._connection.last)
 
     def _cut(self, detail: str, reason: FinishReason) -> None:
         """End an answer that has begun and will not be whole."""
         if self._events is None or self._one_zero:
             self._connection.abort()
             return
-        self._write(error_event(f"{self.endpoint}: {detail}", code=reason.value))
-        self._connection.write(_LAST_CHUNK)
+        self._write([error_event(f"{self.endpoint}: {detail}", code=reason.value)], last=True)
         self._connection.finished(close=True)
 
     def _respond(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:

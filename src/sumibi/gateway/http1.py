@@ -175,7 +175,7 @@ def response_head(status: int, headers: list[tuple[bytes, bytes]], *, close: boo
 class Connection(asyncio.Protocol):
     """One client connection: reads requests, queues pipelined ones, writes what the exchange gives it.
 
-    To answer, call `respond`, or `write` as often as needed and then `finished`; `abort` cuts it off.
+    To answer, call `respond`, or `writelines` as often as needed and then `finished`; `abort` cuts it off.
     """
 
     def __init__(self, server: Handler) -> None:
@@ -209,12 +209,8 @@ class Connection(asyncio.Protocol):
             return True
         return self._broken is not None and not self._queue
 
-    def write(self, data: bytes) -> None:
-        """Send bytes of an answer; never blocks, `Exchange.client_full` says when to pause."""
-        self.transport.write(data)
-
     def writelines(self, pieces: list[bytes]) -> None:
-        """Send pieces of an answer in one system call."""
+        """Send pieces of an answer; never blocks, `Exchange.client_full` says when to pause."""
         self.transport.writelines(pieces)
 
     def respond(

@@ -29,8 +29,8 @@ class Sink(Protocol):
     def answer_head(self, status: int, headers: list[Header]) -> None:
         """Status and headers (hop-by-hop ones included)."""
 
-    def answer_body(self, pieces: list[bytes]) -> None:
-        """The next pieces of the body, unframed, at least one, none empty."""
+    def answer_body(self, pieces: list[bytes], *, last: bool) -> None:
+        """The next pieces of the body, unframed, at least one, none empty; `last`: the end follows."""
 
     def answer_end(self) -> None:
         """The answer is complete."""
@@ -226,7 +226,7 @@ class EngineConnection(asyncio.Protocol):
                 return
         if self._pieces:
             pieces, self._pieces = self._pieces, []
-            call.sink.answer_body(pieces)
+            call.sink.answer_body(pieces, last=self._complete)
             if self._call is not call:
                 return
         if self._complete:
