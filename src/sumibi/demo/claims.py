@@ -6,6 +6,7 @@ A claim holds or it does not; the targets stand here and nowhere else.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 BLOCK_TOKENS = 32
 POLICIES = ("cost", "round-robin")
@@ -28,10 +29,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`held` compares `value` with `target` in the direction that `name` says."""
+    """`held`: whether `value` `op` `target` is so. A plain statement has value 1 or 0 and target 1."""
 
     name: str
     value: float
+    op: Literal["<=", ">=", "=="]
     target: float
     held: bool
 
@@ -60,16 +62,14 @@ def judge(steps: Sequence[StepResult]) -> list[Claim]:
     a_kept = {one.endpoint} == {two.endpoint, three.endpoint}
     cost, turns = (Pressure.of(steps, policy) for policy in POLICIES)
     return [
-        _at_most("warm TTFT / cold TTFT, worst of phases 2, 3 and 5, at most", warm, 0.1),
+        _at_most("warm TTFT / cold TTFT, worst of phases 2, 3 and 5", warm, 0.1),
         _true("phases 2 and 3 go to the replica that holds A", a_kept),
         _true("phase 4 avoids the busy replica", four.endpoint != one.endpoint),
         _true("phase 5 goes to the replica that holds B", five.endpoint == four.endpoint),
-        _at_least("phase 6: found share of what earlier turns computed, at least", _agent_share(steps), 0.9),
+        _at_least("phase 6: found share of what earlier turns computed", _agent_share(steps), 0.9),
+        _at_least("phase 7: token hit rate, cost / round-robin", ratio(cost.hit_rate, turns.hit_rate), 2.0),
         _at_least(
-            "phase 7: token hit rate, cost / round-robin, at least", ratio(cost.hit_rate, turns.hit_rate), 2.0
-        ),
-        _at_least(
-            "phase 7: median TTFT of turns >= 2, saved by cost against round-robin, at least",
+            "phase 7: median TTFT of turns >= 2, saved by cost against round-robin",
             1 - cost.later_ttft_s / turns.later_ttft_s,
             0.7,
         ),
@@ -98,12 +98,12 @@ def _only(steps: Sequence[StepResult], phase: int) -> StepResult:
 
 
 def _at_most(name: str, value: float, target: float) -> Claim:
-    return Claim(name, value, target, value <= target)
+    return Claim(name, value, "<=", target, value <= target)
 
 
 def _at_least(name: str, value: float, target: float) -> Claim:
-    return Claim(name, value, target, value >= target)
+    return Claim(name, value, ">=", target, value >= target)
 
 
 def _true(name: str, value: bool) -> Claim:
-    return Claim(name, float(value), 1.0, value)
+    return Claim(name, float(value), "==", 1.0, value)

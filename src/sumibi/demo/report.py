@@ -19,7 +19,7 @@ def write_json(path: Path, steps: Sequence[StepResult], claims: Sequence[Claim])
     """`demo.json`: every step and every claim."""
     fields = ("phase", "step", "policy", "endpoint", "prompt_tokens", "cached_tokens", "ttft_s")
     rows = [{name: getattr(step, name) for name in fields} for step in steps]
-    judged = [{name: getattr(c, name) for name in ("name", "value", "target", "held")} for c in claims]
+    judged = [{name: getattr(c, name) for name in ("name", "value", "op", "target", "held")} for c in claims]
     path.write_text(json.dumps({"steps": rows, "claims": judged}, indent=1) + "\n")
 
 
@@ -29,10 +29,12 @@ def print_tables(steps: Sequence[StepResult], claims: Sequence[Claim]) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(title="Phases 1-6: a prefix is computed once", title_justify="left")
+    table = Table(
+        title="Phases 1-6: a prefix is computed once (prompt and cached in tokens)", title_justify="left"
+    )
     for column in ("phase", "step", "endpoint"):
         table.add_column(column)
-    for column in ("prompt tokens", "cached tokens", "TTFT s"):
+    for column in ("prompt", "cached", "TTFT s"):
         table.add_column(column, justify="right")
     for step in steps:
         if step.phase < 7:
@@ -45,14 +47,15 @@ def print_tables(steps: Sequence[StepResult], claims: Sequence[Claim]) -> None:
     console.print(_comparison_table(steps))
     for claim in claims:
         word = "[green]held[/]" if claim.held else "[red]NOT HELD[/]"
-        console.print(f"{word}  {claim.name} {claim.target:g}: {claim.value:.3g}")
+        measured = "" if claim.op == "==" else f": {claim.value:.3g} ({claim.op} {claim.target:g})"
+        console.print(f"{word}  {claim.name}{measured}", highlight=False, soft_wrap=True)
 
 
 def _pressure_table(steps: Sequence[StepResult]) -> "Table":
     from rich.table import Table
 
     table = Table(
-        title="Phase 7: eight conversations under cache pressure (conversation.turn; tokens)",
+        title="Phase 7: eight conversations under cache pressure (conversation.turn)",
         title_justify="left",
     )
     table.add_column("turn")
