@@ -71,11 +71,12 @@ class AttentionPlan:
     ) -> None:
         """Plan `queries`, whose rows do not overlap, for an output of `rows` rows (zero where unused)."""
         self._out = torch.zeros(rows, shape.query_heads * shape.head_dim, dtype=dtype, device=device)
+        out = self._out.view(rows, shape.kv_heads, shape.group, shape.head_dim)
         single = [q for q in queries if q.rows == 1]
         parts: list[_Singles | _Chunk] = [
-            _Singles(group, shape, block_tokens, dtype, device) for group in _alike(single, block_tokens)
+            _Singles(group, shape, block_tokens, out) for group in _alike(single, block_tokens)
         ]
-        parts += [_Chunk(q, shape, block_tokens, dtype, device) for q in queries if q.rows > 1]
+        parts += [_Chunk(q, shape, block_tokens, out) for q in queries if q.rows > 1]
         self._parts = parts
 
     def run(self, heads: Tensor, cache: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class AttentionPlan:
         `heads` is [rows, query heads first, head_dim], `cache` the layer's, with these rows' KV in it.
         """
         for part in self._parts:
-            part.run(heads, cache, self._out)
+            part.run(heads, cache)
         return self._out
 
 
@@ -107,46 +108,40 @@ def _alike(queries: list[Query], block_tokens: int) -> list[list[Query]]:
 class _Singles:
     """Sequences with one new token each (decodes), their contexts padded to the longest."""
 
-    def __init__(
-        self,
-        queries: list[Query],
-        shape: HeadShape,
-        block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._shape = shape
-        self._first, self._count = queries[0].row, len(queries)
+    def __init__(self, queries: list[Query], shape: HeadShape, block_tokens: int, out: Tensor) -> None:
+        """`out` is the plan's, [rows, kv_heads, group, head_dim]."""
+        count, device = len(queries), out.device
         contexts = [q.start + 1 for q in queries]
         blocks = -(-max(contexts) // block_tokens)
-        self._tokens = blocks * block_tokens
+        tokens = blocks * block_tokens
         tables = [(q.block_table[:blocks] + [0] * blocks)[:blocks] for q in queries]
         self._blocks = torch.tensor(tables, device=device).view(-1)
-        self._exact = contexts[0] if self._count == 1 and self._tokens <= _SDPA_MAX_TOKENS else None
-        seen = torch.tensor(contexts, device=device)[:, None]
-        beyond = torch.arange(self._tokens, device=device)[None, :] >= seen
-        mask = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
-        self._mask = mask.repeat(shape.kv_heads, 1)[:, None, :]
+        self._rows = slice(queries[0].row, queries[0].row + count)
+        self._out = out[self._rows]
+        self._query_heads = shape.query_heads
+        self._query_shape = (count, shape.kv_heads, shape.group, shape.head_dim)
+        self._kv_shape = (2, shape.kv_heads, count, tokens, shape.head_dim)
+        self._context = contexts[0] if count == 1 and tokens <= _SDPA_MAX_TOKENS else None
+        if self._context is None:
+            seen = torch.tensor(contexts, device=device)[:, None]
+            beyond = torch.arange(tokens, device=device)[None, :] >= seen
+            mask = out.new_zeros(beyond.shape).masked_fill_(beyond, -torch.inf)
+            self._mask = mask.repeat(shape.kv_heads, 1)[:, None, :]
 
-    def run(self, heads: Tensor, cache: Tensor, out: Tensor) -> None:
-        kv_heads, group, head_dim = self._shape.kv_heads, self._shape.group, self._shape.head_dim
-        count, tokens = self._count, self._tokens
-        rows = slice(self._first, self._first + count)
-        picked = cache.index_select(1, self._blocks)
-        query = heads[rows, : kv_heads * group].view(count, kv_heads, group, head_dim)
-        if self._exact is not None:
-            kv = picked.view(2, 1, kv_heads, tokens, head_dim)[:, :, :, : self._exact]
-            attended = F.scaled_dot_product_attention(query, kv[0], kv[1], scale=NATS)
-            out[rows] = attended.view(count, -1)
+    def run(self, heads: Tensor, cache: Tensor) -> None:
+        query = heads[self._rows, : self._query_heads].view(self._query_shape)
+        keys, values = cache.index_select(1, self._blocks).view(self._kv_shape)
+        if self._context is not None:
+            keys, values = (part.transpose(0, 1)[:, :, : self._context] for part in (keys, values))
+            self._out.copy_(F.scaled_dot_product_attention(query, keys, values, scale=NATS))
             return
         # Padded to whole blocks even if there is one sequence: a product of a new shape costs 0.3 ms once.
-        keys, values = picked.view(2, kv_heads * count, tokens, head_dim).unbind(0)
-        stacked = query.transpose(0, 1).reshape(kv_heads * count, group, head_dim)
-        scores = torch.baddbmm(self._mask, stacked, keys.transpose(1, 2), alpha=NATS)
-        attended = torch.bmm(torch.softmax(scores, -1), values)
-        out[rows].view(count, kv_heads, group, head_dim).copy_(
-            attended.view(kv_heads, count, group, head_dim).transpose(0, 1)
+        query = query.transpose(0, 1)
+        scores = torch.baddbmm(
+            self._mask, query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=NATS
         )
+        attended = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1))
+        self._out.copy_(attended.view(query.shape).transpose(0, 1))
 
 
 class _Chunk:
@@ -157,26 +152,25 @@ class _Chunk:
     `_SAFE_SUMS` is checked afterwards, and outside it the layer is computed again in the customary way.
     """
 
-    def __init__(
-        self, query: Query, shape: HeadShape, block_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, query: Query, shape: HeadShape, block_tokens: int, out: Tensor) -> None:
+        """`out` is the plan's, [rows, kv_heads, group, head_dim]."""
         self._shape = shape
-        self._first, self._rows, self._start = query.row, query.rows, query.start
+        self._count, self._start = query.rows, query.start
         blocks = -(-(query.start + query.rows) // block_tokens)
         self._tokens = blocks * block_tokens
-        self._blocks = torch.tensor(query.block_table[:blocks], device=device)
-        tile_rows = min(TILE_ROWS, query.rows) * shape.group
-        self._scores = torch.empty(tile_rows * self._tokens, dtype=dtype, device=device)
+        self._blocks = torch.tensor(query.block_table[:blocks], device=out.device)
+        self._rows = slice(query.row, query.row + query.rows)
+        self._out = out[self._rows]
+        self._scores = out.new_empty(min(TILE_ROWS, query.rows) * shape.group * self._tokens)
 
-    def run(self, heads: Tensor, cache: Tensor, out: Tensor) -> None:
+    def run(self, heads: Tensor, cache: Tensor) -> None:
         kv_heads, group, head_dim = self._shape.kv_heads, self._shape.group, self._shape.head_dim
-        rows = slice(self._first, self._first + self._rows)
-        keys, values = cache.index_select(1, self._blocks).view(2, kv_heads, self._tokens, head_dim).unbind(0)
-        query = heads[rows, : kv_heads * group].view(self._rows, kv_heads, group, head_dim)
+        keys, values = cache.index_select(1, self._blocks).view(2, kv_heads, self._tokens, head_dim)
+        query = heads[self._rows, : kv_heads * group].view(self._out.shape)
         # Rows of a key head's product: token by token, and within a token its query heads.
-        stacked = query.transpose(0, 1).reshape(kv_heads, self._rows * group, head_dim)
+        stacked = query.transpose(0, 1).reshape(kv_heads, self._count * group, head_dim)
         attended = torch.empty_like(stacked)
-        sums = attended.new_empty(kv_heads, self._rows * group, 1)
+        sums = attended.new_empty(kv_heads, self._count * group, 1)
         for head in range(kv_heads):
             self._attend(stacked[head], keys[head].t(), values[head], attended[head], sums[head])
         least, most = (bound.item() for bound in sums.aminmax())
@@ -185,15 +179,13 @@ class _Chunk:
         else:
             for head in range(kv_heads):
                 self._attend_to_far_scores(stacked[head], keys[head].t(), values[head], attended[head])
-        out[rows].view(self._rows, kv_heads, group, head_dim).copy_(
-            attended.view(kv_heads, self._rows, group, head_dim).transpose(0, 1)
-        )
+        self._out.copy_(attended.view(kv_heads, self._count, group, head_dim).transpose(0, 1))
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, attended: Tensor, sums: Tensor) -> None:
         """One key head: sums of values weighted by 2^score into `attended`, of the weights into `sums`."""
         group = self._shape.group
-        for first in range(0, self._rows, TILE_ROWS):
-            last = min(first + TILE_ROWS, self._rows)
+        for first in range(0, self._count, TILE_ROWS):
+            last = min(first + TILE_ROWS, self._count)
             here, count, seen = slice(first * group, last * group), last - first, self._start + last
             scores = self._scores[: count * group * seen].view(count * group, seen)
             torch.mm(query[here], keys[:, :seen], out=scores).exp2_()
@@ -205,9 +197,9 @@ class _Chunk:
     def _attend_to_far_scores(self, query: Tensor, keys: Tensor, values: Tensor, attended: Tensor) -> None:
         """The same with softmax, for scores so large or so small that their powers leave the number range."""
         group = self._shape.group
-        token = torch.arange(self._rows, device=query.device).repeat_interleave(group)[:, None]
+        token = torch.arange(self._count, device=query.device).repeat_interleave(group)[:, None]
         later = torch.arange(self._tokens, device=query.device)[None, :] > self._start + token
-        for first in range(0, self._rows, TILE_ROWS):
-            here = slice(first * group, min(first + TILE_ROWS, self._rows) * group)
+        for first in range(0, self._count, TILE_ROWS):
+            here = slice(first * group, min(first + TILE_ROWS, self._count) * group)
             scores = torch.mm(query[here], keys).mul_(NATS).masked_fill_(later[here], -torch.inf)
             torch.mm(torch.softmax(scores, -1), values, out=attended[here])

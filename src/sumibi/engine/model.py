@@ -24,7 +24,7 @@ from sumibi.engine.attention import AttentionPlan, HeadShape, Query
 from sumibi.engine.batch import SequenceStep, StepBatch
 from sumibi.engine.checkpoint import CheckpointWeights, ModelConfig, WeightSource, read_config
 from sumibi.engine.linear import CPU_MIN_ROWS, Linear, make_linear
-from sumibi.engine.rope import Rotation, inverse_frequencies
+from sumibi.engine.rope import RotaryTable, Rotation
 
 BITS = math.log2(math.e)
 """A nat in bits: attention's scores are in bits."""
@@ -42,7 +42,9 @@ class _Layer:
     qk_norm: Tensor | None
     """[query heads + key heads, head_dim], scaled as the folded norms are; None if the model has none."""
     cache: Tensor
-    """[2 * kv_heads, blocks, block_tokens * head_dim]: keys, then values."""
+    """[2 * kv_heads, blocks, block_tokens * head_dim]: keys, then values. The last block takes padding's."""
+    slots: Tensor
+    """The same memory, [2 * kv_heads, blocks * block_tokens, head_dim]."""
 
 
 class Model:
@@ -71,7 +73,10 @@ class Model:
         self.kv_bytes_per_token = 2 * config.layers * config.kv_heads * config.head_dim * self.dtype.itemsize
         self._shape = HeadShape(config.kv_heads, config.heads // config.kv_heads, config.head_dim)
         self._min_rows = CPU_MIN_ROWS if self.device.type == "cpu" else 1
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.device)
+        positions = min(config.max_positions, num_blocks * block_tokens)
+        self._rotary = RotaryTable(
+            config.rope, config.head_dim, positions=positions, dtype=self.dtype, device=self.device
+        )
         self._hidden_floor = self._norm_floor(config.hidden)
         self._head_floor = self._norm_floor(config.head_dim)
         loader = _Loader(config, weights, self.dtype, self.device)
@@ -135,15 +140,9 @@ class Model:
             return self._forward(batch)
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        step = _Step(batch, self._min_rows, self.block_tokens)
-        config, shape = self.config, self._shape
-        rotation = Rotation(
-            torch.tensor(step.positions, device=self.device),
-            self._frequencies,
-            rotated=shape.query_heads + shape.kv_heads,
-            still=shape.kv_heads,
-            dtype=self.dtype,
-        )
+        step = _Step(batch, self._min_rows, self.block_tokens, self.num_blocks)
+        rotated = self._shape.query_heads + self._shape.kv_heads
+        rotation = self._rotary.at(torch.tensor(step.positions, device=self.device), rotated)
         slots = torch.tensor(step.slots, device=self.device)
         plan = self._plan(step.queries, len(step.positions))
         x = F.embedding(torch.tensor(step.token_ids, device=self.device), self._embedding)
@@ -153,13 +152,13 @@ class Model:
         layer = self._layers[-1]
         heads = self._store(layer, x, rotation, slots)
         if not step.wanted:
-            return torch.empty(0, config.vocab, device=self.device)
-        chosen = torch.tensor(step.padded_wanted, device=self.device)
-        plan = self._plan(step.wanted_queries, len(step.padded_wanted))
-        x = self._finish(
-            layer, x.index_select(0, chosen), plan.run(heads.index_select(0, chosen), layer.cache)
-        )
-        return self._head(x / self._norm(x, self._hidden_floor))[: len(step.wanted)].float()
+            return torch.empty(0, self.config.vocab, device=self.device)
+        if step.wanted_rows != list(range(len(x))):
+            chosen = torch.tensor(step.wanted_rows, device=self.device)
+            x, heads = x.index_select(0, chosen), heads.index_select(0, chosen)
+            plan = self._plan(step.wanted_queries, len(step.wanted_rows))
+        x = self._finish(layer, x, plan.run(heads, layer.cache))
+        return self._head(x / self._norm(x, self._hidden_floor))[: step.wanted].float()
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the KV of physical blocks, (source, target) each, in all layers. Sources are read first."""
@@ -177,9 +176,8 @@ class Model:
         if layer.qk_norm is not None:
             normed = heads[:, : layer.qk_norm.shape[0]]
             normed.div_(self._norm(normed, self._head_floor)).mul_(layer.qk_norm)
-        heads = rotation(heads)
-        kv = heads[: slots.shape[0], shape.query_heads :].transpose(0, 1)
-        layer.cache.view(2 * shape.kv_heads, -1, shape.head_dim).index_copy_(1, slots, kv)
+        rotation.apply_(heads[:, : shape.query_heads + shape.kv_heads])
+        layer.slots.index_copy_(1, slots, heads[:, shape.query_heads :].transpose(0, 1))
         return heads
 
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
@@ -208,18 +206,18 @@ class Model:
     def _new_cache(self) -> Tensor:
         """Zeros: a masked position is multiplied by 0, which must not meet a NaN."""
         config = self.config
-        shape = (2 * config.kv_heads, self.num_blocks, self.block_tokens * config.head_dim)
+        shape = (2 * config.kv_heads, self.num_blocks + 1, self.block_tokens * config.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 class _Step:
     """A batch as flat rows: decodes first (long contexts before short), then chunks, then padding."""
 
-    def __init__(self, batch: StepBatch, min_rows: int, block_tokens: int) -> None:
+    def __init__(self, batch: StepBatch, min_rows: int, block_tokens: int, num_blocks: int) -> None:
         self.token_ids: list[int] = []
         self.positions: list[int] = []
         self.slots: list[int] = []
-        """Where each row's KV goes (block * block_tokens + offset); padding has none."""
+        """Where each row's KV goes: block * block_tokens + offset."""
         self.queries: list[Query] = []
         sequences = batch.sequences
         first_rows = [0] * len(sequences)
@@ -232,19 +230,22 @@ class _Step:
             self.positions += positions
             self.slots += [table[p // block_tokens] * block_tokens + p % block_tokens for p in positions]
             self.queries.append(Query(row, count, start, table))
-        padding = max(0, min_rows - len(self.token_ids))
-        self.token_ids += [0] * padding
-        self.positions += [0] * padding
-        self.wanted: list[int] = []
-        """Rows whose logits are asked for, in the batch's order."""
+        padding = [0] * (min_rows - len(self.token_ids))
+        self.token_ids += padding
+        self.positions += padding
+        self.slots += [num_blocks * block_tokens] * len(padding)
+        self.wanted_rows: list[int] = []
+        """Rows whose logits are asked for, in the batch's order, then padding."""
         self.wanted_queries: list[Query] = []
         """The same as queries over the rows 0, 1, ... that they are gathered into."""
         for sequence, first in zip(sequences, first_rows, strict=True):
             for begin, end in _runs(sequence.logits_at):
-                row, count = len(self.wanted), end - begin
+                row, count = len(self.wanted_rows), end - begin
                 self.wanted_queries.append(Query(row, count, sequence.start + begin, sequence.block_table))
-                self.wanted += range(first + begin, first + end)
-        self.padded_wanted = self.wanted + [0] * max(0, min_rows - len(self.wanted))
+                self.wanted_rows += range(first + begin, first + end)
+        self.wanted = len(self.wanted_rows)
+        unused = [row for row in range(min_rows) if row not in self.wanted_rows]
+        self.wanted_rows += unused[: max(0, min_rows - self.wanted)]
 
 
 def _order(sequence: SequenceStep) -> tuple[bool, int]:
@@ -308,6 +309,7 @@ class _Loader:
             down=self._mlp(f"{mlp}down_proj", hidden, inner, None),
             qk_norm=self._qk_norm(attention) if config.qk_norm else None,
             cache=cache,
+            slots=cache.view(cache.shape[0], -1, dim),
         )
 
     def _mlp(self, name: str, out: int, width: int, norm: Tensor | None) -> Linear:

@@ -1,8 +1,7 @@
-"""Rotary position embedding: tables for one step, and the rotation of all heads at once.
+"""Rotary position embedding: a table of all positions, and the rotation of one step's heads.
 
 The rotation of a head x = (x1, x2) (two halves) by angles t is (x1 cos t - x2 sin t, x2 cos t + x1 sin t)
-(Su et al., RoFormer, arXiv:2104.09864, in the half-split form checkpoints use). Values ride along with
-angle zero, so queries, keys and values are one tensor before and after, and one write stores KV.
+(Su et al., RoFormer, arXiv:2104.09864, in the half-split form that checkpoints use).
 """
 
 import math
@@ -36,25 +35,42 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     return keep * frequencies + (1 - keep) * frequencies / rope.factor
 
 
+class RotaryTable:
+    """Cosines and sines of all positions, made once; steps pick their rows."""
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        *,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """For positions 0 to `positions` - 1."""
+        frequencies = inverse_frequencies(rope, head_dim)
+        angles = torch.arange(positions).float()[:, None] * frequencies[None, :]
+        cos, sin = angles.cos(), angles.sin()
+        self._table = torch.cat((cos, cos, -sin, sin), -1).to(device, dtype)
+
+    def at(self, positions: Tensor, heads: int) -> "Rotation":
+        """The rotation of rows at `positions` (int64 [rows]), of `heads` heads each."""
+        cos, sin = self._table.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+        # Written out for every head: an elementwise product of equal shapes is twice as fast as one
+        # that repeats its smaller factor.
+        return Rotation(cos.repeat(1, heads, 1), sin.repeat(1, heads, 1))
+
+
 class Rotation:
-    """The rotation of one step: tables [rows, heads, head_dim] made once, used in every layer."""
+    """The rotation of one step, the same in every layer."""
 
     __slots__ = ("_cos", "_half", "_sin")
 
-    def __init__(
-        self, positions: Tensor, frequencies: Tensor, *, rotated: int, still: int, dtype: torch.dtype
-    ) -> None:
-        """`positions` [rows]; the first `rotated` heads turn, the next `still` heads stay."""
-        angles = positions.float()[:, None] * frequencies[None, :]
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        rows, self._half = angles.shape
-        # Written out for every head: an elementwise product of equal shapes is twice as fast as one
-        # that repeats its smaller factor.
-        self._cos = cos.new_ones(rows, rotated + still, 2 * self._half)
-        self._sin = cos.new_zeros(rows, rotated + still, 2 * self._half)
-        self._cos[:, :rotated] = torch.cat((cos, cos), -1)[:, None]
-        self._sin[:, :rotated] = torch.cat((-sin, sin), -1)[:, None]
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        """Both [rows, heads, head_dim]; the first half of the sines is negative."""
+        self._cos, self._sin, self._half = cos, sin, cos.shape[-1] // 2
 
-    def __call__(self, heads: Tensor) -> Tensor:
-        """[rows, rotated + still, head_dim], rotated."""
-        return torch.addcmul(heads * self._cos, heads.roll(self._half, -1), self._sin)
+    def apply_(self, heads: Tensor) -> None:
+        """Rotate `heads` [rows, heads, head_dim], in place."""
+        swapped = heads.roll(self._half, -1)
+        heads.mul_(self._cos).addcmul_(swapped, self._sin)
