@@ -131,9 +131,9 @@ def packing_works(dtype: torch.dtype) -> bool:
             (packed.times(x, other), plain.times(x.float(), other.float())),
         ]
         tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-        for ours, right in pairs:
-            torch.testing.assert_close(ours.float(), right, rtol=tolerance, atol=tolerance)
-    except (RuntimeError, NotImplementedError, AttributeError, AssertionError) as problem:
+        if not all(torch.allclose(ours.float(), right, tolerance, tolerance) for ours, right in pairs):
+            raise RuntimeError("they give wrong results")
+    except (RuntimeError, NotImplementedError, AttributeError) as problem:
         _log.warning("packed CPU weights are off for %s, products will be slower: %s", dtype, problem)
         return False
     return True

@@ -12,6 +12,7 @@ In the last layer only rows whose logits are wanted are computed after their key
 
 import ctypes
 import math
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,9 @@ class Model:
         self._head_floor = self._norm_floor(config.head_dim)
         loader = _Loader(config, weights, self.dtype, self.device)
         self._embedding, self._head = loader.embedding(), loader.head()
-        self._layers = [loader.layer(index, self._new_cache()) for index in range(config.layers)]
+        shape = (2 * config.kv_heads, num_blocks + 1, block_tokens * config.head_dim)
+        caches = _zeros((config.layers, *shape), self.dtype, self.device)
+        self._layers = [loader.layer(index, cache) for index, cache in enumerate(caches)]
 
     @classmethod
     def load(
@@ -203,12 +206,6 @@ class Model:
             device=self.device,
         )
 
-    def _new_cache(self) -> Tensor:
-        """Zeros: a masked position is multiplied by 0, which must not meet a NaN."""
-        config = self.config
-        shape = (2 * config.kv_heads, self.num_blocks + 1, self.block_tokens * config.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
 
 class _Step:
     """A batch as flat rows: decodes first (long contexts before short), then chunks, then padding."""
@@ -273,53 +270,75 @@ class _Loader:
 
     def embedding(self) -> Tensor:
         """[vocab, hidden]."""
-        weight = self._get("model.embed_tokens.weight", self._config.vocab, self._config.hidden)
+        weight = self._weights.get("model.embed_tokens.weight", (self._config.vocab, self._config.hidden))
         return weight.to(self._device, self._dtype, copy=True)
 
     def head(self) -> Linear:
         """The output matrix, with the final norm in it."""
-        config = self._config
-        name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-        return self._linear(self._get(name, config.vocab, config.hidden) * self._norm("model.norm"))
+        name = "model.embed_tokens.weight" if self._config.tied else "lm_head.weight"
+        return self._linear([name], [self._config.vocab], columns=self._norm("model.norm"))
 
     def layer(self, index: int, cache: Tensor) -> _Layer:
         """Layer `index`, with `cache` for its keys and values."""
         config = self._config
         prefix = f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        hidden, inner, dim = config.hidden, config.intermediate, config.head_dim
-        scale = 1.0 if config.qk_norm else BITS * dim**-0.5
-        heads = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
-        scales = {"q_proj": scale, "k_proj": 1.0, "v_proj": 1.0}
-        qkv = torch.cat(
-            [self._get(f"{attention}{n}.weight", heads[n] * dim, hidden) * scales[n] for n in heads]
-        )
-        bias = None
-        if config.qkv_bias:
-            bias = torch.cat([self._get(f"{attention}{n}.bias", heads[n] * dim) * scales[n] for n in heads])
+        query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        inner, hidden = config.intermediate, config.hidden
         before_mlp = self._norm(f"{prefix}post_attention_layernorm")
         return _Layer(
-            qkv=self._linear(qkv * self._norm(f"{prefix}input_layernorm"), bias),
-            o=self._linear(
-                self._get(f"{attention}o_proj.weight", hidden, config.heads * dim),
-                self._get(f"{attention}o_proj.bias", hidden) if config.o_bias else None,
+            qkv=self._linear(
+                [f"{attention}{part}_proj.weight" for part in "qkv"],
+                [query, key, key],
+                columns=self._norm(f"{prefix}input_layernorm"),
+                rows=self._query_scale(query, query + 2 * key),
+                bias=config.qkv_bias,
             ),
-            gate=self._mlp(f"{mlp}gate_proj", inner, hidden, before_mlp),
-            up=self._mlp(f"{mlp}up_proj", inner, hidden, before_mlp),
-            down=self._mlp(f"{mlp}down_proj", hidden, inner, None),
+            o=self._linear([f"{attention}o_proj.weight"], [hidden], width=query, bias=config.o_bias),
+            gate=self._linear([f"{mlp}gate_proj.weight"], [inner], columns=before_mlp, bias=config.mlp_bias),
+            up=self._linear([f"{mlp}up_proj.weight"], [inner], columns=before_mlp, bias=config.mlp_bias),
+            down=self._linear([f"{mlp}down_proj.weight"], [hidden], width=inner, bias=config.mlp_bias),
             qk_norm=self._qk_norm(attention) if config.qk_norm else None,
             cache=cache,
-            slots=cache.view(cache.shape[0], -1, dim),
+            slots=cache.view(cache.shape[0], -1, config.head_dim),
         )
 
-    def _mlp(self, name: str, out: int, width: int, norm: Tensor | None) -> Linear:
-        weight = self._get(f"{name}.weight", out, width)
-        bias = self._get(f"{name}.bias", out) if self._config.mlp_bias else None
-        return self._linear(weight if norm is None else weight * norm, bias)
+    def _linear(
+        self,
+        names: list[str],
+        outs: list[int],
+        *,
+        width: int | None = None,
+        columns: Tensor | None = None,
+        rows: Tensor | None = None,
+        bias: bool = False,
+    ) -> Linear:
+        """The matrices `names`, of `outs` rows each, below one another; columns and rows scaled."""
+        inputs = width or self._config.hidden
+        parts = [self._weights.get(name, (out, inputs)) for name, out in zip(names, outs, strict=True)]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if columns is not None or rows is not None:
+            weight = _scaled(weight, columns, rows, self._dtype)
+        offset = None
+        if bias:
+            biases = [name.removesuffix("weight") + "bias" for name in names]
+            offset = torch.cat([self._get(name, out) for name, out in zip(biases, outs, strict=True)])
+            if rows is not None:
+                offset = offset * rows
+            offset = offset.to(self._device, self._dtype)
+        return make_linear(weight.to(self._device, self._dtype), offset)
 
     def _norm(self, name: str) -> Tensor:
         """A norm's weights times sqrt(hidden), to be folded into the columns of what follows it."""
         return self._get(f"{name}.weight", self._config.hidden) * math.sqrt(self._config.hidden)
+
+    def _query_scale(self, query: int, rows: int) -> Tensor | None:
+        """What the rows of a query-key-value matrix are multiplied by; with norms on heads, nothing."""
+        if self._config.qk_norm:
+            return None
+        scale = torch.ones(rows)
+        scale[:query] = BITS / math.sqrt(self._config.head_dim)
+        return scale
 
     def _qk_norm(self, attention: str) -> Tensor:
         """One row a head. sqrt(head_dim) of the RMS and 1/sqrt(head_dim) of the scores cancel in queries."""
@@ -332,11 +351,22 @@ class _Loader:
     def _get(self, name: str, *shape: int) -> Tensor:
         return self._weights.get(name, shape).float()
 
-    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return make_linear(
-            weight.to(self._device, self._dtype),
-            None if bias is None else bias.to(self._device, self._dtype, copy=True),
-        )
+
+def _scaled(weight: Tensor, columns: Tensor | None, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`weight` [out, in] times a factor a column and a factor a row, rounded once, to `dtype`.
+
+    In panels: a float32 copy of a whole output matrix would be most of the memory and time of loading.
+    """
+    result = torch.empty(weight.shape, dtype=dtype)
+    for first in range(0, len(weight), 1024):
+        here = slice(first, first + 1024)
+        panel = weight[here].float()
+        if columns is not None:
+            panel = panel * columns
+        if rows is not None:
+            panel = panel * rows[here, None]
+        result[here] = panel
+    return result
 
 
 class _RandomWeights:
@@ -350,6 +380,20 @@ class _RandomWeights:
         if name.endswith("norm.weight"):
             return torch.ones(shape)
         return torch.randn(shape, generator=self._generator) * 0.02
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros: a masked position's values are multiplied by 0, which must not meet a NaN.
+
+    On a CPU they are pages of the system that take memory when they are first written: an engine is ready
+    before its whole cache is.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _return_free_memory() -> None:
