@@ -130,6 +130,6 @@ async def test_what_does_not_finish_in_the_drain_time_ends_with_an_error(lab, be
         assert ((await plain).status, (await plain).json["error"]["code"]) == (503, "rejected-shutting-down")
         answer = await stream
         assert answer.whole
-        assert json.loads(answer.events[-1])["error"]["code"] == "shutdown"
+        assert json.loads(answer.events[-1])["error"]["code"] == "rejected-shutting-down"
         it.assert_nothing_is_held()
         assert engine.lost_clients == 2

@@ -45,7 +45,13 @@ _NOT_FORWARDED = HOP_BY_HOP | {
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id"}
 _LAST_CHUNK = b"0\r\n\r\n"
 
-_FAILURE_STATUS = {FinishReason.TIMEOUT: 504, FinishReason.SHUTDOWN: 503}
+_FAILURES = {
+    FinishReason.REFUSED: (502, "no engine could be reached"),
+    FinishReason.ENGINE_GONE: (502, "the engine broke off before its answer was complete"),
+    FinishReason.TIMEOUT: (504, "the engine did not answer in time"),
+    FinishReason.SHUTDOWN: (503, "the gateway is shutting down"),
+}
+"""(status, message): what clients are told; addresses of engines are none of their business."""
 
 
 class Shell(Protocol):
@@ -62,8 +68,8 @@ class Shell(Protocol):
     ) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more."""
 
-    def look_at(self, endpoint: str) -> None:
-        """A connection to the endpoint was refused or broke: check its health now."""
+    def attempt_failed(self, endpoint: str, reason: FinishReason, detail: str) -> None:
+        """Count a failure of an endpoint, and look after it if its process may be gone."""
 
     def over(self, completion: "Completion", reason: FinishReason, usage: Usage | None) -> None:
         """The request is over: count it, write its usage record, forget it."""
@@ -183,7 +189,10 @@ class Completion:
             else:
                 self._json = JsonAnswer()
             return
-        reason = FinishReason.ENGINE_ERROR if status >= 500 or status == 429 else FinishReason.REJECTED
+        reason = FinishReason.REJECTED
+        if status >= 500 or status == 429:
+            reason = FinishReason.ENGINE_ERROR
+            self._shell.attempt_failed(self.endpoint, reason, f"it answered {status}")
         failed, self._call = self._call, None
         if self._tried_again(reason):
             if failed is not None:
@@ -221,21 +230,19 @@ class Completion:
     def answer_failed(self, reason: FinishReason, detail: str) -> None:
         """The attempt brought no whole answer: try elsewhere, or say so in the way that is still open."""
         self._call = None
+        self._shell.attempt_failed(self.endpoint, reason, detail)
         if self._over:  # while an engine's error answer was being passed on
             if self._answered:
                 self._connection.abort()
             else:
-                self._respond(502, error_body(502, detail, code=reason.value))
-            return
-        if not self._answered:
-            if not self._tried_again(reason):
-                self._close(reason, None)
-                status = _FAILURE_STATUS.get(reason, 502)
-                self._respond(status, error_body(status, f"{self.endpoint}: {detail}", code=reason.value))
-            return
-        self._tell_finished(reason, None)
-        self._cut(detail, reason)
-        self._close(reason, None)
+                self._respond_failure(reason)
+        elif self._answered:
+            self._tell_finished(reason, None)
+            self._cut(reason)
+            self._close(reason, None)
+        elif not self._tried_again(reason):
+            self._close(reason, None)
+            self._respond_failure(reason)
 
     # -- http1.Exchange
 
@@ -264,12 +271,12 @@ class Completion:
         if self._over:
             self._connection.abort()
             return
-        reason, detail = FinishReason.SHUTDOWN, "the gateway is shutting down"
+        reason = FinishReason.SHUTDOWN
         self._tell_finished(reason, None)
         if self._answered:
-            self._cut(detail, reason)
+            self._cut(reason)
         else:
-            self._respond(503, error_body(503, detail, code="rejected-shutting-down"))
+            self._respond_failure(reason)
         self._close(reason, None)
 
     # -- inside
@@ -310,13 +317,17 @@ class Completion:
             fields.append((b"transfer-encoding", b"chunked"))
         return response_head(self._status, fields, close=self._connection.last)
 
-    def _cut(self, detail: str, reason: FinishReason) -> None:
+    def _cut(self, reason: FinishReason) -> None:
         """End an answer that has begun and will not be whole."""
         if self._events is None or self._one_zero:
             self._connection.abort()
             return
-        self._write([error_event(f"{self.endpoint}: {detail}", code=reason.value)], last=True)
+        self._write([error_event(_FAILURES[reason][1], code=_code(reason))], last=True)
         self._connection.finished(close=True)
+
+    def _respond_failure(self, reason: FinishReason) -> None:
+        status, message = _FAILURES[reason]
+        self._respond(status, error_body(status, message, code=_code(reason)))
 
     def _respond(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         self._connection.respond(
@@ -332,7 +343,7 @@ class Completion:
     def _tell_finished(self, reason: FinishReason, usage: Usage | None) -> None:
         if not self._arrived:
             return
-        shell, endpoint = self._shell, self.endpoint
+        shell = self._shell
         shell.tell(
             Finished(
                 t=shell.now(),
@@ -345,8 +356,6 @@ class Completion:
                 output_tokens=usage.output_tokens if usage is not None else None,
             )
         )
-        if reason in (FinishReason.REFUSED, FinishReason.ENGINE_GONE):
-            shell.look_at(endpoint)
 
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:
         self._over = True
@@ -368,6 +377,11 @@ class Completion:
         # One event a token, the opening role event of a chat and the closing [DONE] aside.
         overhead = 2 if self.asked.kind is PromptKind.CHAT else 1
         return Usage(None, None, max(0, self._events.events - overhead), exact=False)
+
+
+def _code(reason: FinishReason) -> str:
+    """The word of an error answer that a program can go by."""
+    return "rejected-shutting-down" if reason is FinishReason.SHUTDOWN else reason.value
 
 
 def _forwarded(request: Request, body: bytes, request_id: str, *, keep_authorization: bool) -> bytes:

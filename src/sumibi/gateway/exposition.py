@@ -79,6 +79,12 @@ def _errors(s: Snapshot) -> Iterator[tuple[Labels, Value]]:
             yield (model, cause), count
 
 
+def _failures(s: Snapshot) -> Iterator[tuple[Labels, Value]]:
+    for endpoint, counters in s.metrics.endpoints.items():
+        for reason, count in counters.failures.items():
+            yield (endpoint, reason), count
+
+
 def _by_key(
     read: Callable[[Snapshot], dict[str, int]],
 ) -> Callable[[Snapshot], Samples]:
@@ -174,6 +180,8 @@ TABLE = (
         _over_endpoints(pstdev, lambda e: e.waiting), "llm_d_epp_std_dev_queue_size"),
     Row("sumibi_std_dev_running", "Standard deviation over endpoints that are up.", "gauge", (),
         _over_endpoints(pstdev, lambda e: e.running), "llm_d_epp_std_dev_running_requests"),
+    Row("sumibi_endpoint_failures_total", "Attempts that failed at the endpoint, by reason.", "counter",
+        ("endpoint", "reason"), _failures),
     Row("sumibi_scrape_errors_total", "Reads of an engine's metrics that failed.", "counter", _ENDPOINT,
         _per_endpoint(lambda e: e.scrape_errors), "llm_d_epp_datalayer_poll_errors_total"),
     Row("sumibi_kv_event_streams", "KV event streams connected now.", "gauge", (),

@@ -5,7 +5,7 @@ are closed lists. `exposition` gives the names under which all this is exported.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _MAX_MODELS = 1000
 _OTHER = "other"
@@ -90,6 +90,8 @@ class EndpointCounters:
     replays: int = 0
     replays_failed: int = 0
     scrape_errors: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Attempts that failed there, by reason."""
     connections: int = 0
     connections_opened: int = 0
     stale_connections: int = 0

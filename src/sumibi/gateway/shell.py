@@ -112,6 +112,17 @@ class Shell:
         for instruction in instructions:
             self._carry_out(instruction)
 
+    def attempt_failed(self, endpoint: str, reason: FinishReason, detail: str) -> None:
+        """Count a failure of an endpoint (the first of its kind is logged), and have it looked after."""
+        failures = self.metrics.endpoint(endpoint).failures
+        failures[reason.value] = failures.get(reason.value, 0) + 1
+        if failures[reason.value] == 1:
+            log.warning(
+                "%s: a request failed (%s): %s; more of these are counted only", endpoint, reason, detail
+            )
+        if reason in (FinishReason.REFUSED, FinishReason.ENGINE_GONE):
+            self.look_at(endpoint)
+
     def explanation(self, decision: str) -> bytes:
         """A decision for its header: JSON of at most 2 KB."""
         record = self._router.decision(decision)
