@@ -205,4 +205,5 @@ _SCRIPTS: list[list[Message]] = [
         _USER,
     ],
 ]
-_PROVED_ROLES = frozenset(str(message["role"]) for script in _SCRIPTS for message in script)
+_PROVED_ROLES = sorted({str(message["role"]) for script in _SCRIPTS for message in script})
+"""A list: a client's role may be anything JSON has, also what cannot be looked up in a set."""
