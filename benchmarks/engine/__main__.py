@@ -158,6 +158,8 @@ def _contestants(options: argparse.Namespace, model: Path, core: int) -> Iterato
         command = [options.vllm_python, "-m", "benchmarks.engine.vllm_worker", str(model)]
         vllm = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "1"}
         vllm |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        # As its documentation starts it on Intel and AMD; without, it computes at half the speed.
+        vllm["LD_PRELOAD"] = str(Path(options.vllm_python).parent.parent / "lib" / "libiomp5.so")
         yield Process("vllm", command, plain | vllm)
 
 
