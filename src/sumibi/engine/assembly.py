@@ -185,11 +185,12 @@ def _load(options: EngineOptions, directory: Path, config: ModelConfig, sizes: S
 
 
 def _warm_up(model: Model, sizes: Sizes) -> None:
-    """Compute a full step and a decode, so that the first request does not pay for what torch sets up once.
+    """Compute a block and a decode, so that the first request does not pay for what torch sets up once.
 
-    What this leaves in the blocks is overwritten before it is ever read: no block is known to hold anything.
+    A longer prefill would not warm anything more up. What this leaves in the blocks is overwritten before it
+    is ever read: no block is known to hold anything.
     """
-    count = min(sizes.step_tokens, sizes.max_tokens)
+    count = min(model.block_tokens, sizes.max_tokens)
     table = list(range(-(-count // model.block_tokens)))
     model.forward(StepBatch([SequenceStep([0] * count, 0, table, [count - 1])]))
     model.forward(StepBatch([SequenceStep([0], count - 1, table, [0])]))
