@@ -86,7 +86,7 @@ def up(
         bool, typer.Option("--foreground", help="Stay in the foreground; Ctrl-C stops the stack.")
     ] = False,
 ) -> None:
-    r"""Start a stack on this machine: a gateway and two engines, one CPU core each.
+    """Start a stack on this machine: a gateway and two engines, one CPU core each.
 
     Returns when everything is ready (a few seconds; the first time the model is fetched and converted)
     and prints the URL. A stack that already runs is left as it is.
@@ -96,7 +96,7 @@ def up(
       sumibi up
       sumibi up --port 9000 --policy round-robin
       sumibi up --stack stack.yaml --foreground
-    """
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi import console
     from sumibi.local import updown
 
@@ -210,13 +210,13 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    r"""Put the gateway in front of engines that already run (vLLM's HTTP API), with no stack file.
+    """Put the gateway in front of engines that already run (vLLM's HTTP API), with no stack file.
 
     \b
     Example:
       sumibi serve --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000 --tokenizer ./my-model
     Then use http://127.0.0.1:8000/v1 as you would use one of the engines.
-    """
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi.gateway.options import GatewayOptions, engine_options
 
     options = GatewayOptions(
@@ -282,13 +282,13 @@ def engine(
         float, typer.Option(help="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0,
 ) -> None:
-    r"""Run one embedded engine in the foreground. Flags follow `vllm serve`.
+    """Run one embedded engine in the foreground. Flags follow `vllm serve`.
 
     \b
     Examples:
       sumibi engine --model tiny --port 8001
       sumibi engine --model smollm2-135m-instruct --kv-blocks 1024 --threads 4
-    """
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi.engine.options import EngineOptions, dev_mode_from_environment, parse_kv_events
 
     options = EngineOptions(
