@@ -72,10 +72,12 @@ class AttentionPlan:
         """Plan `queries`, whose rows do not overlap, for an output of `rows` rows (zero where unused)."""
         self._out = torch.zeros(rows, shape.query_heads * shape.head_dim, dtype=dtype, device=device)
         out = self._out.view(rows, shape.kv_heads, shape.group, shape.head_dim)
-        single = [q for q in queries if q.rows == 1]
-        parts: list[_Singles | _Chunk] = [
-            _Singles(group, shape, block_tokens, out) for group in _alike(single, block_tokens)
-        ]
+        parts: list[_Decode | _Decodes | _Chunk] = []
+        for group in _alike([q for q in queries if q.rows == 1], block_tokens):
+            if len(group) == 1 and group[0].start < _SDPA_MAX_TOKENS:
+                parts.append(_Decode(group[0], shape, block_tokens, out))
+            else:
+                parts.append(_Decodes(group, shape, block_tokens, out))
         parts += [_Chunk(q, shape, block_tokens, out) for q in queries if q.rows > 1]
         self._parts = parts
 
@@ -105,42 +107,52 @@ def _alike(queries: list[Query], block_tokens: int) -> list[list[Query]]:
     return groups
 
 
-class _Singles:
-    """Sequences with one new token each (decodes), their contexts padded to the longest."""
+class _Decode:
+    """One new token of one sequence with a short context: one fused call, query heads as its rows."""
+
+    def __init__(self, query: Query, shape: HeadShape, block_tokens: int, out: Tensor) -> None:
+        """`out` is the plan's, [rows, kv_heads, group, head_dim]."""
+        blocks = query.start // block_tokens + 1
+        self._blocks = torch.tensor(query.block_table[:blocks], device=out.device)
+        self._context = query.start + 1
+        self._kv_shape = (2, 1, shape.kv_heads, blocks * block_tokens, shape.head_dim)
+        self._query_heads = shape.query_heads
+        self._row = query.row
+        self._out = out[query.row : query.row + 1]
+
+    def run(self, heads: Tensor, cache: Tensor) -> None:
+        kv = cache.index_select(1, self._blocks).view(self._kv_shape).narrow(3, 0, self._context)
+        keys, values = kv.unbind(0)
+        query = heads[self._row, : self._query_heads].view(self._out.shape)
+        self._out.copy_(F.scaled_dot_product_attention(query, keys, values, scale=NATS))
+
+
+class _Decodes:
+    """One new token each of several sequences, or of one with a long context: padded to the longest."""
 
     def __init__(self, queries: list[Query], shape: HeadShape, block_tokens: int, out: Tensor) -> None:
-        """`out` is the plan's, [rows, kv_heads, group, head_dim]."""
+        """`queries` are in adjacent rows; `out` is the plan's, [rows, kv_heads, group, head_dim]."""
         count, device = len(queries), out.device
         contexts = [q.start + 1 for q in queries]
+        # Whole blocks even if there is one sequence: a product of a new shape costs 0.3 ms once.
         blocks = -(-max(contexts) // block_tokens)
         tokens = blocks * block_tokens
         tables = [(q.block_table[:blocks] + [0] * blocks)[:blocks] for q in queries]
         self._blocks = torch.tensor(tables, device=device).view(-1)
+        self._kv_shape = (2, shape.kv_heads * count, tokens, shape.head_dim)
+        seen = torch.tensor(contexts, device=device)[:, None]
+        beyond = torch.arange(tokens, device=device)[None, :] >= seen
+        mask = out.new_zeros(beyond.shape).masked_fill_(beyond, -torch.inf)
+        self._mask = mask.repeat(shape.kv_heads, 1)[:, None, :]
+        self._query_heads = shape.query_heads
         self._rows = slice(queries[0].row, queries[0].row + count)
         self._out = out[self._rows]
-        self._query_heads = shape.query_heads
-        self._query_shape = (count, shape.kv_heads, shape.group, shape.head_dim)
-        self._kv_shape = (2, shape.kv_heads, count, tokens, shape.head_dim)
-        self._context = contexts[0] if count == 1 and tokens <= _SDPA_MAX_TOKENS else None
-        if self._context is None:
-            seen = torch.tensor(contexts, device=device)[:, None]
-            beyond = torch.arange(tokens, device=device)[None, :] >= seen
-            mask = out.new_zeros(beyond.shape).masked_fill_(beyond, -torch.inf)
-            self._mask = mask.repeat(shape.kv_heads, 1)[:, None, :]
 
     def run(self, heads: Tensor, cache: Tensor) -> None:
-        query = heads[self._rows, : self._query_heads].view(self._query_shape)
-        keys, values = cache.index_select(1, self._blocks).view(self._kv_shape)
-        if self._context is not None:
-            keys, values = (part.transpose(0, 1)[:, :, : self._context] for part in (keys, values))
-            self._out.copy_(F.scaled_dot_product_attention(query, keys, values, scale=NATS))
-            return
-        # Padded to whole blocks even if there is one sequence: a product of a new shape costs 0.3 ms once.
-        query = query.transpose(0, 1)
-        scores = torch.baddbmm(
-            self._mask, query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=NATS
-        )
-        attended = torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1))
+        keys, values = cache.index_select(1, self._blocks).view(self._kv_shape).unbind(0)
+        query = heads[self._rows, : self._query_heads].view(self._out.shape).transpose(0, 1)
+        scores = torch.baddbmm(self._mask, query.flatten(0, 1), keys.transpose(1, 2), alpha=NATS)
+        attended = torch.bmm(torch.softmax(scores, -1), values)
         self._out.copy_(attended.view(query.shape).transpose(0, 1))
 
 
