@@ -3,14 +3,17 @@
 import asyncio
 import threading
 
+import httpx
 import pytest
 import torch
 
 from sumibi.core.errors import EngineUnavailable
 from sumibi.engine import loop
+from sumibi.engine.app import Door
 from sumibi.engine.blocks import BlockPool
 from sumibi.engine.loop import Engine, Job
 from sumibi.engine.metrics import EngineMetrics
+from sumibi.engine.options import KVEventsConfig
 from sumibi.engine.publisher import NullPublisher
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, SamplingParams
@@ -121,6 +124,46 @@ def test_a_step_that_fails_ends_every_generation_and_the_engine():
         with pytest.raises(EngineUnavailable, match="out of memory"):
             engine.submit([job()])
         generation.close()
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_health_is_bad_before_the_start_and_after_a_step_has_failed():
+    async def scenario():
+        model = GatedModel()
+        engine, _, _ = engine_on(model)
+        door = Door(engine, reader=None, metrics=None, kv_events=KVEventsConfig(), dev_mode=True)
+        transport = httpx.ASGITransport(door.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+            assert (await http.get("/health")).status_code == 503
+            engine.start()
+            assert (await http.get("/health")).status_code == 200
+            model.error = RuntimeError("out of memory")
+            generation = engine.submit([job()])
+            await model.step()
+            with pytest.raises(EngineUnavailable):
+                await generation.take()
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.post("/reset_prefix_cache")).status_code == 503
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_whoever_waits_for_the_cache_to_be_cleared_is_told_of_the_end():
+    async def scenario():
+        model = GatedModel()
+        engine, _, _ = engine_on(model)
+        engine.start()
+        engine.submit([job()])
+        await model.begin()
+        clearing = asyncio.ensure_future(engine.clear_prefix_cache())
+        await asyncio.sleep(0)  # it is asked for before the step fails
+        model.error = RuntimeError("out of memory")
+        model.allowed.release()
+        with pytest.raises(EngineUnavailable, match="out of memory"):
+            await clearing
         await engine.stop()
 
     asyncio.run(scenario())

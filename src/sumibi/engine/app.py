@@ -28,9 +28,9 @@ from sumibi.engine.choices import Choices, Piece
 from sumibi.engine.loop import Engine
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.options import KVEventsConfig
-from sumibi.engine.requests import Request, RequestReader, decode_body
+from sumibi.engine.requests import Request, RequestReader
 from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, Tokenized
-from sumibi.prompts.dialects import parse_request
+from sumibi.prompts.dialects import decode_body, parse_request
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _INLINE_BYTES = 16 * 1024

@@ -173,6 +173,7 @@ class Engine:
         self._commands: SimpleQueue[abc.Callable[[], None] | None] = SimpleQueue()
         self._owners: dict[Sequence, Generation] = {}  # the step thread's
         self._open: set[Generation] = set()  # the event loop's
+        self._clearings: set[asyncio.Future[bool]] = set()  # the event loop's
         self._ended: str | None = None  # why no more requests are taken
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -232,17 +233,19 @@ class Engine:
         self._open.discard(generation)
 
     async def clear_prefix_cache(self) -> bool:
-        """Forget all cached blocks. False, and nothing done, while any is in use."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bool] = loop.create_future()
+        """Forget all cached blocks. False, and nothing done, while any is in use.
 
-        def clear() -> None:
-            cleared = self._scheduler.pool.clear()
-            self._publish()
-            loop.call_soon_threadsafe(answer.set_result, cleared)
-
-        self._commands.put(clear)
-        return await answer
+        Raises EngineUnavailable when the engine has ended, or ends before it is done.
+        """
+        if self._ended is not None:
+            raise EngineUnavailable(self._ended)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._commands.put(partial(self._clear, answer))
+        self._clearings.add(answer)
+        try:
+            return await answer
+        finally:
+            self._clearings.discard(answer)
 
     def _sequences(self, job: Job, first: int) -> list[Sequence]:
         root = content_root(self._namespace, salt=job.salt)
@@ -277,8 +280,7 @@ class Engine:
         except Exception as cause:
             log.exception("the engine failed in a step")
             self._failed = True
-            self._loop.call_soon_threadsafe(self._end, f"the engine failed: {cause}")
-            self._loop.call_soon_threadsafe(self._on_failure)
+            self._loop.call_soon_threadsafe(self._fail, f"the engine failed: {cause}")
 
     def _take_commands(self) -> bool:
         """Run what is queued, waiting for it if there is nothing else to do; False to stop."""
@@ -363,12 +365,30 @@ class Engine:
                 tokens.append((generation, Token(sequence.index, None, None, FinishReason.ABORT)))
         self._send(tokens)
 
+    def _clear(self, answer: asyncio.Future[bool]) -> None:
+        cleared = self._scheduler.pool.clear()
+        self._publish()
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(_answer, answer, cleared)
+
     # ---- the event loop again ----
+
+    def _fail(self, why: str) -> None:
+        self._end(why)
+        self._on_failure()
 
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
         for generation in self._open:
             generation.fail(why)
+        for answer in self._clearings:
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(why))
+
+
+def _answer(answer: asyncio.Future[bool], value: bool) -> None:
+    if not answer.done():  # nobody waits any more, or the engine has ended
+        answer.set_result(value)
 
 
 def _push_all(tokens: list[tuple[Generation, Token]]) -> None:

@@ -8,7 +8,7 @@ is refused by name (`_UNSUPPORTED`), never ignored. Fields that do not concern t
 
 import random
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,7 +16,7 @@ from sumibi.core.errors import BadRequest, UnknownModel
 from sumibi.engine.loop import Job
 from sumibi.engine.sequence import SamplingParams
 from sumibi.engine.text import TextOptions
-from sumibi.prompts.dialects import PromptKind, PromptRequest, parse_request
+from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_body, parse_request
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
 
@@ -27,7 +27,6 @@ MAX_STOPS = 16
 _GREEDY_BELOW = 1e-5
 """Temperatures under this are 0, as in vLLM: dividing by them would overflow."""
 
-T = TypeVar("T")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -297,20 +296,6 @@ class RequestReader:
             raise BadRequest("logit_bias: keys are token ids", param="logit_bias") from cause
         self._check_ids(list(bias), "logit_bias")
         return bias
-
-
-def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Decode a JSON body; BadRequest names the field that is wrong."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as cause:
-        problem, _, path = str(cause).partition(" - at `$")
-        param = path.rstrip("`").removeprefix(".") or None
-        if problem.startswith("Object missing required field"):
-            param, problem = problem.split("`")[1], "this field is required"
-        raise BadRequest(f"{param or 'request body'}: {problem}", param=param) from cause
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
-        raise BadRequest(f"the request body is not valid JSON: {cause}") from cause
 
 
 def _refuse_unsupported(fields: "_ChatFields | _CompletionFields") -> None:

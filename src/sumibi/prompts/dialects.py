@@ -96,10 +96,25 @@ def parse_request(path: str, body: bytes) -> PromptRequest:
     """
     match path.removesuffix("/render"):
         case "/v1/chat/completions":
-            return _chat(_decode(_chat_view, body))
+            return _chat(decode_body(_chat_view, body))
         case "/v1/completions":
-            return _completion(_decode(_completion_view, body))
+            return _completion(decode_body(_completion_view, body))
     raise BadRequest(f"{path}: not a path with a prompt; use /v1/chat/completions or /v1/completions")
+
+
+def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    """Decode a JSON body. Raises BadRequest naming the field that is wrong."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as cause:
+        problem, _, path = str(cause).partition(" - at `$")
+        param = path.rstrip("`").removeprefix(".") or None
+        if problem.startswith("Object missing required field"):
+            param = problem.split("`")[1]
+            problem = "this field is required"
+        raise BadRequest(f"{param or 'request body'}: {problem}", param=param) from cause
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
+        raise BadRequest(f"the request body is not valid JSON: {cause}") from cause
 
 
 def decode_objects(raws: list[Raw], field: str, start: int = 0) -> list[dict[str, Any]]:
@@ -294,17 +309,3 @@ def _tool(tool: dict[str, Any], path: str) -> SharedObject:
     if function.get("strict") is not None:
         kept["strict"] = function["strict"]
     return SharedObject({"type": "function", "function": SharedObject(kept)})
-
-
-def _decode(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as cause:
-        problem, _, path = str(cause).partition(" - at `$")
-        param = path.rstrip("`").removeprefix(".") or None
-        if problem.startswith("Object missing required field"):
-            param = problem.split("`")[1]
-            problem = "this field is required"
-        raise BadRequest(f"{param or 'request body'}: {problem}", param=param) from cause
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
-        raise BadRequest(f"the request body is not valid JSON: {cause}") from cause
