@@ -53,6 +53,22 @@ async def test_an_engine_is_described_by_its_own_answers():
     assert rank.events is None
 
 
+@pytest.mark.parametrize(
+    ("models", "aliases"),
+    [
+        ([("m", "/w", None), ("also-m", "/w", None)], ("m", "also-m")),
+        ([("m", "/w", None), ("adapter", "/w", "m")], ("m",)),
+        ([("m", "/w", None), ("another", "/v", None)], ("m",)),
+        ([("m", None, None), ("another", None, None)], ("m",)),
+    ],
+)
+async def test_names_of_the_same_weights_are_aliases_and_adapters_are_not(models, aliases):
+    data = [{"id": name, "root": root, "parent": parent} for name, root, parent in models]
+    known = routes() | {"/v1/models": (200, json.dumps({"data": data}).encode())}
+    async with engine(known) as url:
+        assert (await discover(url)).aliases == aliases
+
+
 async def test_ranks_come_with_their_own_event_sources():
     sources = {
         "0": {

@@ -207,6 +207,8 @@ class FakeEngine:
         self.connections = 0
         self.healthy = True
         self.models = [MODEL]
+        self.root = ""
+        """Where the weights of all its models are, as it says."""
         self.metrics = {"vllm:num_requests_running": 0.0, "vllm:num_requests_waiting": 0.0}
         self.process_start_s = 1000.0
         self.events: FakePublisher | None = None
@@ -265,7 +267,9 @@ class FakeEngine:
                 await respond_json(writer, 200 if self.healthy else 503, {})
             case "/v1/models":
                 await respond_json(
-                    writer, 200, {"data": [{"id": m, "max_model_len": 4096} for m in self.models]}
+                    writer,
+                    200,
+                    {"data": [{"id": m, "root": self.root, "max_model_len": 4096} for m in self.models]},
                 )
             case "/metrics":
                 page = "".join(f'{k}{{engine="0"}} {v}\n' for k, v in self.metrics.items())

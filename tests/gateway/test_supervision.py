@@ -65,6 +65,21 @@ async def test_the_keys_of_a_prompt_and_of_events_are_the_same(lab):
         assert len(extend_keys(root_key("test-model"), TOKENS, BLOCK)) == 8
 
 
+async def test_a_prompt_for_another_name_of_the_model_goes_where_its_blocks_are(lab):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        for engine in (first, second):
+            engine.models, engine.root, engine.events = ["test-model", "alias"], "/weights", it.publisher()
+        await it.start()
+        await it.until(lambda: all(view(it, e).grade == "exact" for e in it.engines))
+        await second.events.publish(stored(TOKENS))
+        await it.until(lambda: view(it, second).blocks == 8)
+        assert (await ask(it, completion(model="alias"))).status == 200
+        assert (await ask(it, completion(model="test-model"))).status == 200
+        assert [d.picked.matched_tokens for d in it.gateway.router.decisions()] == [7 * BLOCK] * 2
+        assert [r.json["model"] for r in second.requests] == ["alias", "test-model"]  # as the client wrote it
+
+
 async def test_batches_lost_on_the_way_are_replayed(lab):
     async with lab() as it:
         engine = await it.engine()

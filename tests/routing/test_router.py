@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from routing_lab import BLOCK, MODEL, REPEATABLE, Lab, keys_of, prompt
 
 from sumibi.core.errors import ConfigError, SumibiError
+from sumibi.core.kvevents import BlockStored, EventBatch
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import (
     Admitted,
@@ -16,6 +17,7 @@ from sumibi.routing.events import (
     EndpointDown,
     EndpointSuspect,
     EndpointUp,
+    EngineBatch,
     Finished,
     FinishReason,
     FirstToken,
@@ -65,6 +67,34 @@ def test_requests_go_only_where_their_model_is_served():
     assert lab.router.models() == ["m", "n", "n-adapter"]
     lab.up("b", models=["n"])
     assert lab.router.models() == ["m", "n"]
+
+
+ALIASES = [["old"], ["new", "old"], ["new"]]
+"""Names of one model at three engines, in the order in which they come up."""
+
+
+def test_all_names_of_a_model_share_the_key_name_and_block_size_of_the_one_known_first():
+    lab = Lab()
+    for number, aliases in enumerate(ALIASES):
+        size = BLOCK * (number + 1)
+        lab.up(f"e{number}", models=[*aliases, "adapter"], aliases=aliases, engine_block_tokens=size)
+    router = lab.router
+    assert [router.key_name(name) for name in ("old", "new", "adapter")] == ["old", "old", "adapter"]
+    assert [router.block_tokens(name) for name in ("old", "new")] == [BLOCK, BLOCK]
+
+
+def test_events_of_an_engine_count_for_every_name_of_its_model():
+    lab = Lab()
+    token_ids = prompt("p", 4 * BLOCK)
+    for number, aliases in enumerate(ALIASES):
+        lab.up(f"e{number}", models=aliases, aliases=aliases, has_events=True)
+        blocks = BlockStored([1, 2, 3], None, token_ids[: 3 * BLOCK], BLOCK)
+        batch = EventBatch(seq=0, ts=0.0, events=[blocks])
+        lab.tell(EngineBatch, endpoint=f"e{number}", batch=batch, digest=1)
+    for name, endpoints in (("old", ["e0", "e1"]), ("new", ["e1", "e2"])):
+        lab.arrive(name, token_ids, model=name, keys=keys_of(token_ids, model="old"))
+        matched = {e: c.matched_tokens for e, c in lab.candidates(name).items()}
+        assert matched == dict.fromkeys(endpoints, 3 * BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Served models and adapters."""
     roots: tuple[str, ...]
     """For each model where its weights came from, as the engine says (a path on *its* machine, or a name)."""
+    aliases: tuple[str, ...]
+    """Of `models`, the names of the first one: it has the same weights under all of them."""
     max_model_tokens: int | None
     """Longest prompt + output it takes."""
     ranks: tuple[RankInfo, ...]
@@ -53,6 +55,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class _Model(msgspec.Struct):
     id: str
     root: str | None = None
+    parent: str | None = None
     max_model_len: int | None = None
 
 
@@ -117,6 +120,7 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
         url=url,
         models=tuple(model.id for model in models),
         roots=tuple(model.root or "" for model in models),
+        aliases=_aliases(models),
         max_model_tokens=min((m.max_model_len for m in models if m.max_model_len), default=None),
         ranks=tuple(
             RankInfo(
@@ -141,6 +145,13 @@ async def _models(url: str, timeout_s: float) -> list[_Model]:
     if not models:
         raise WireError(f"{url}/v1/models names no model")
     return models
+
+
+def _aliases(models: list[_Model]) -> tuple[str, ...]:
+    """Names of the first model: entries of the same root, unless one is an adapter (it has a parent)."""
+    first, *others = models
+    same = (m.id for m in others if m.root and m.root == first.root and m.parent is None)
+    return (first.id, *same)
 
 
 async def _event_sources(url: str, timeout_s: float) -> dict[int, EventSource]:

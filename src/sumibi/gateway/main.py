@@ -51,7 +51,7 @@ class Gateway:
             RouterConfig(policy=options.policy), observer=recorder.event if recorder is not None else None
         )
         self.usage_log = JsonlLog(options.usage_log or state / "usage.jsonl")
-        self.readers = ModelReaders(options.tokenizer, self.router.block_tokens)
+        self.readers = ModelReaders(options.tokenizer, self.router.block_tokens, self.router.key_name)
         self.readers.load_given()
         self._logs = [self.usage_log, *(recorder.logs() if recorder is not None else ())]
         self.shell = Shell(
@@ -126,7 +126,8 @@ class Gateway:
                 counters.connections = upstream.open
                 counters.connections_opened = upstream.opened_total
                 counters.stale_connections = upstream.stale_total
-        stats = {model: reader.reader.stats() for model, reader in self.readers.readers.items()}
+        readers = {name: reader for name, reader in self.readers.readers.items() if name == reader.name}
+        stats = {name: reader.reader.stats() for name, reader in readers.items()}
         return Snapshot(
             metrics=self.metrics,
             router=self.router.counters(),
@@ -135,7 +136,7 @@ class Gateway:
             usage_dropped=self.usage_log.dropped,
             reader_fallbacks={model: seen.approximate for model, seen in stats.items()},
             reader_mismatches={model: seen.mismatches for model, seen in stats.items()},
-            reader_sources={m: reader.source.value for m, reader in self.readers.readers.items()},
+            reader_sources={name: reader.source.value for name, reader in readers.items()},
         )
 
     # -- inside

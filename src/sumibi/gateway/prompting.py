@@ -47,9 +47,11 @@ class _Tokens(msgspec.Struct):
 
 
 class ModelReader:
-    """Reads the prompts of one model."""
+    """Reads the prompts of one model, whichever of its names they ask for."""
 
-    def __init__(self, source: Source, reader: PromptReader, engine_url: str = "") -> None:
+    def __init__(self, name: str, source: Source, reader: PromptReader, engine_url: str = "") -> None:
+        self.name = name
+        """What its prompts are hashed under, and its name at `engine_url`; empty: whatever they ask for."""
         self.source = source
         self.reader = reader
         self.asked = 0
@@ -61,6 +63,7 @@ class ModelReader:
 
     def read(self, asked: PromptRequest, body_bytes: int) -> Prompt | None:
         """The prompt's keys, None if they take longer: then `read_later` has them. Raises BadRequest."""
+        asked = self._by_name(asked)
         if self.source is Source.ENGINE and asked.kind is not PromptKind.TOKENS:
             return self.reader.recall(asked)
         if body_bytes > _LONG_BYTES or self._turn.locked():
@@ -69,12 +72,18 @@ class ModelReader:
 
     async def read_later(self, asked: PromptRequest, body_bytes: int) -> Prompt:
         """The prompt's keys, by asking an engine or in a thread beside the loop. Raises BadRequest."""
+        asked = self._by_name(asked)
         if self.source is Source.ENGINE:
             return await self._read_remotely(asked)
         async with self._turn:  # a reader is for one at a time
             if body_bytes > _LONG_BYTES:
                 return await asyncio.to_thread(self.reader.read, asked)
             return self.reader.read(asked)
+
+    def _by_name(self, asked: PromptRequest) -> PromptRequest:
+        if self.name in ("", asked.model):
+            return asked
+        return msgspec.structs.replace(asked, model=self.name)
 
     async def _read_remotely(self, asked: PromptRequest) -> Prompt:
         """Ask the engine for the prompt's tokens; byte keys if it does not answer."""
@@ -110,12 +119,17 @@ class ModelReaders:
     router knows the engine, because only then is the model's block size fixed.
     """
 
-    def __init__(self, tokenizer: Path | None, block_tokens: Callable[[str], int]) -> None:
+    def __init__(
+        self, tokenizer: Path | None, block_tokens: Callable[[str], int], key_name: Callable[[str], str]
+    ) -> None:
+        """`block_tokens` and `key_name` are the router's: it says how prompts for a model are hashed."""
         self.readers: dict[str, ModelReader] = {}
-        self.unknown = ModelReader(Source.BYTES, PromptReader())
+        """By name; the names of one model share a reader."""
+        self.unknown = ModelReader("", Source.BYTES, PromptReader())
         """For requests that come before any engine was seen: whether their model exists is not known yet."""
         self._directory = tokenizer
         self._block_tokens = block_tokens
+        self._key_name = key_name
         self._loaded: dict[Path, tuple[Tokenizer, ChatTemplate | None]] = {}
         self._found: dict[str, _Found] = {}
 
@@ -133,12 +147,16 @@ class ModelReaders:
     def bind(self, info: EngineInfo) -> None:
         """Make the readers of an engine's models that have none yet."""
         for model in info.models:
-            found = self._found.get(model)
-            if found is None or model in self.readers:
-                continue
-            reader = PromptReader(found.tokenizer, found.template, block_tokens=self._block_tokens(model))
-            self.readers[model] = ModelReader(found.source, reader, found.engine_url)
-            log.info("%s: prompts are read with %s", model, _EXPLAINED[found.source])
+            name = self._key_name(model)
+            for each in (name, model):
+                if each not in self.readers and each in self._found:
+                    self.readers[each] = self.readers.get(name) or self._reader(each)
+
+    def _reader(self, model: str) -> ModelReader:
+        found = self._found[model]
+        reader = PromptReader(found.tokenizer, found.template, block_tokens=self._block_tokens(model))
+        log.info("%s: prompts are read with %s", model, _EXPLAINED[found.source])
+        return ModelReader(model, found.source, reader, found.engine_url)
 
     async def _source(self, model: str, root: str, engine_url: str) -> _Found:
         directory = self._directory or _local_directory(root)

@@ -184,6 +184,7 @@ class EngineWatch:
                 t=self._shell.now(),
                 endpoint=rank.endpoint,
                 models=list(info.models),
+                aliases=list(info.aliases),
                 engine_block_tokens=rank.signals.block_tokens,
                 kv_tokens=rank.signals.kv_tokens,
                 has_events=streaming,

@@ -139,6 +139,8 @@ class EndpointUp(Event, frozen=True):
     endpoint: str
     """Canonical `http://host:port#rank`."""
     models: list[str]
+    aliases: list[str] = []
+    """Of `models`, the names of the first one: prompts for any of them share its cached blocks."""
     engine_block_tokens: int | None = None
     kv_tokens: int | None = None
     """Capacity of its device KV cache."""

@@ -28,15 +28,16 @@ class Feed:
         index: BlockIndex,
         config: RouterConfig,
         count: Counters,
-        models: list[str],
+        model: str,
+        served: list[str],
         block_tokens: int,
     ) -> None:
         self._index = index
         self._count = count
         self.sequence = Sequence(config, count)
         self.source = Source(
-            models[0],
-            models,
+            model,
+            served,
             block_tokens,
             count,
             max_device_blocks=config.max_index_blocks,

@@ -207,12 +207,15 @@ class Model:
         "block_tokens",
         "decisions",
         "endpoints",
+        "key_name",
         "name",
         "output_tokens",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.key_name = name
+        """Under which its prompts are hashed: of a model with several names always the same one."""
         self.block_tokens: int | None = None
         """Tokens of a routing block; None until an endpoint has named its own."""
         self.endpoints: dict[str, Endpoint] = {}
@@ -248,6 +251,11 @@ class Fleet:
         known = self.models.get(model)
         return (known.block_tokens if known else None) or DEFAULT_BLOCK_TOKENS
 
+    def key_name(self, model: str) -> str:
+        """The name under which prompts for `model` are hashed."""
+        known = self.models.get(model)
+        return known.key_name if known else model
+
     def upsert(self, event: EndpointUp) -> Endpoint:
         """The endpoint that `event` tells of, with its fields taken over."""
         endpoint = self.endpoints.get(event.endpoint)
@@ -263,6 +271,7 @@ class Fleet:
             if name not in event.models:
                 self._unserve(name, endpoint)
         endpoint.models = list(event.models)
+        self._name(event.aliases)
         for name in endpoint.models:
             model = self.models.setdefault(name, Model(name))
             model.endpoints[endpoint.name] = endpoint
@@ -272,6 +281,18 @@ class Fleet:
             tokens = self.block_tokens(endpoint.models[0])
             endpoint.recall.limit_blocks = max(1, endpoint.kv_tokens // tokens)
         return endpoint
+
+    def _name(self, aliases: list[str]) -> None:
+        """Let all names of one model go by the key name of the one known first, with its block size.
+
+        A name that is known already keeps what it has: keys of its prompts are in use.
+        """
+        known = next((self.models[name] for name in aliases if name in self.models), None)
+        for name in aliases:
+            if name not in self.models:
+                model = self.models[name] = Model(name)
+                known = known or model
+                model.key_name, model.block_tokens = known.key_name, known.block_tokens
 
     def remove(self, endpoint: Endpoint) -> None:
         """Forget it altogether. Models stay known, with their block size and usual output."""

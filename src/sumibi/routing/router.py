@@ -298,9 +298,9 @@ class Router:
             feed.source.served = list(event.models)
         if not endpoint.has_events:
             return
-        model, block_tokens = event.models[0], self._fleet.block_tokens(event.models[0])
+        model, block_tokens = self.key_name(event.models[0]), self._fleet.block_tokens(event.models[0])
         if feed is None or (feed.source.model, feed.source.block_tokens) != (model, block_tokens):
-            feed = Feed(self._index, self.config, self._count, list(event.models), block_tokens)
+            feed = Feed(self._index, self.config, self._count, model, list(event.models), block_tokens)
             feed.sequence.replay = event.has_replay
             endpoint.attach(feed)
             self._take(endpoint, feed.sequence.start(self._t))
@@ -457,6 +457,10 @@ class Router:
     def block_tokens(self, model: str) -> int:
         """Tokens of a routing block of `model`."""
         return self._fleet.block_tokens(model)
+
+    def key_name(self, model: str) -> str:
+        """The name under which prompts for `model` are to be hashed: one for all names of a model."""
+        return self._fleet.key_name(model)
 
     def decision(self, decision: str) -> Decision | None:
         """A recent decision by its id."""
