@@ -4,6 +4,9 @@ The order imitates the engine's: the blocks of one prompt age from its end to it
 given up from the back. `usage.cached_tokens` corrects it. If the engine had less of a prompt than we
 believed, the first block it lacked was evicted, and an engine that evicts by age has lost all that is older
 too.
+
+A prompt is used as a whole, so only where it ends is put in order of use: a block is as young as the
+youngest end at or behind it. An agent's turn thus costs what it adds, not all that was said before.
 """
 
 from collections import OrderedDict
@@ -19,36 +22,78 @@ class Recall:
         self._index = index
         self.holder = index.new_holder()
         self.limit_blocks = limit_blocks
-        self._used: OrderedDict[int, None] = OrderedDict()
-        """Blocks in order of last use, the oldest first."""
+        self._parents: dict[int, int | None] = {}
+        """Every remembered block's. A block is there only with all before it."""
+        self._children: dict[int, int] = {}
+        """How many blocks hang from it, if any do."""
+        self._ends: OrderedDict[int, None] = OrderedDict()
+        """Last blocks of prompts in order of use, the oldest first; all blocks without children are here."""
 
     def remember(self, keys: Sequence[int]) -> None:
         """A prompt with these blocks was computed there just now."""
-        keys = keys[: self.limit_blocks]
-        for key in reversed(keys):
-            self._used[key] = None
-            self._used.move_to_end(key)
-        self._index.add(self.holder, None, keys)
-        while len(self._used) > self.limit_blocks:
+        known = self._known(keys)
+        parent = keys[known - 1] if known else None
+        if known < len(keys):
+            new = keys[known : self.limit_blocks]
+            new = new[: len(new) - self._index.add(self.holder, parent, new)]
+            if new and parent is not None:
+                self._ends.pop(parent, None)
+            for key in new:
+                self._parents[key] = parent
+                if parent is not None:
+                    self._children[parent] = self._children.get(parent, 0) + 1
+                parent = key
+        if parent is not None:
+            self._ends[parent] = None
+            self._ends.move_to_end(parent)
+        while len(self._parents) > self.limit_blocks:
             self._forget_oldest()
 
     def correct(self, keys: Sequence[int], cached_blocks: int) -> None:
         """The engine had only `cached_blocks` of these: it lost the next one, and all that is older."""
         if cached_blocks < len(keys):
             lost = keys[cached_blocks]
-            while lost in self._used:
+            while lost in self._parents:
                 self._forget_oldest()
 
     def clear(self) -> None:
         """The endpoint lost everything."""
-        self._used.clear()
+        self._drop_all()
         self._index.clear(self.holder)
 
     def close(self) -> None:
         """Leave the index for good."""
-        self._used.clear()
+        self._drop_all()
         self._index.remove_holder(self.holder)
 
+    def _drop_all(self) -> None:
+        self._parents.clear()
+        self._children.clear()
+        self._ends.clear()
+
+    def _known(self, keys: Sequence[int]) -> int:
+        """How many leading blocks are remembered; what is remembered is whole from its start."""
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if keys[middle - 1] in self._parents:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _forget_oldest(self) -> None:
-        oldest, _ = self._used.popitem(last=False)
+        """Forget the block that was used longest ago; none if it is an end that has younger ones behind."""
+        oldest, _ = self._ends.popitem(last=False)
+        if oldest in self._children:
+            return
+        parent = self._parents.pop(oldest)
         self._index.remove(self.holder, (oldest,))
+        if parent is None:
+            return
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
+            if parent not in self._ends:
+                self._ends[parent] = None
+                self._ends.move_to_end(parent, last=False)
