@@ -1,15 +1,19 @@
 """Two stands: the scheduler on a model without arithmetic, and a whole engine with the tiny model."""
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from zlib import crc32
 
 import httpx
 import pytest
 
 from sumibi.core.content import content_root
+from sumibi.engine.assembly import assemble
 from sumibi.engine.blocks import BlockPool
 from sumibi.engine.options import EngineOptions, KVEventsConfig
 from sumibi.engine.scheduler import Scheduler
@@ -140,18 +144,24 @@ class Served:
         self._options = EngineOptions(model, port=0, kv_events=kv_events, **(defaults | options))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._ready = threading.Event()
+        self.name = self._options.name
         self.exit_code = None
 
     async def _serve(self):
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
         def ready(url):
             self.url = url
             self._ready.set()
 
-        self.exit_code = await serve(self._options, listen(self._options), stop=self._stop, ready=ready)
+        self.exit_code = await serve(
+            self._options, self.door, self._publisher, self._listener, stop=self._stop, ready=ready
+        )
 
     def __enter__(self):
+        self._stop = asyncio.Event()
+        self._listener = listen(self._options)
+        self.door, self._publisher = assemble(self._options, on_failure=self._stop.set)
         self._thread.start()
         assert self._ready.wait(30)
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -164,10 +174,15 @@ class Served:
 
     def complete(self, prompt, **fields):
         """A completion; returns the decoded answer."""
-        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
+        body = {"model": self.name, "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
         answer = self.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def together(self, requests):
+        """Token ids of several completions that are asked for at the same time."""
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(lambda fields: self.tokens(**fields), requests))
 
     def tokens(self, prompt, **fields):
         """The token ids of a completion's first choice."""
@@ -175,12 +190,21 @@ class Served:
 
     def stream(self, path, **body):
         """The decoded events of a stream, `[DONE]` checked and left out."""
-        with self.http.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as answer:
+        with self.http.stream("POST", path, json={"model": self.name, "stream": True, **body}) as answer:
             assert answer.status_code == 200
             assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
             events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert events.pop() == "[DONE]"
         return [json.loads(event) for event in events]
+
+    @contextlib.contextmanager
+    def asking(self, **fields):
+        """A completion is asked for on a connection that is closed at the end, whatever has come by then."""
+        request = httpx.Request("POST", f"{self.url}/v1/completions", json={"model": self.name, **fields})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(request.content)}\r\n\r\n"
+        with socket.create_connection((request.url.host, request.url.port)) as client:
+            client.sendall(head.encode() + request.content)
+            yield
 
     def metric(self, name):
         """The value of a metric that has one series."""

@@ -1,5 +1,8 @@
 """The default model through the whole engine, against values that vLLM and transformers gave for it."""
 
+import random
+import time
+
 import pytest
 
 pytestmark = pytest.mark.real_model
@@ -14,7 +17,7 @@ PROBE_LOGPROBS += [-0.12, -1.80, -2.87, -3.27, -0.03, -0.15, -3.84]
 
 @pytest.fixture(scope="module")
 def engine(make_served, smollm2):
-    with make_served(model=str(smollm2), num_gpu_blocks_override=64) as served:
+    with make_served(model=str(smollm2), num_gpu_blocks_override=128) as served:
         yield served
 
 
@@ -39,3 +42,47 @@ def test_prompt_logprobs_are_transformers(engine):
     _, *entries = answer["choices"][0]["prompt_logprobs"]
     values = [entry[str(token)]["logprob"] for token, entry in zip(PROBE[1:], entries, strict=True)]
     assert values == pytest.approx(PROBE_LOGPROBS, abs=0.4)
+
+
+def random_tokens(count, *, seed):
+    return random.Random(seed).choices(range(100, 40_000), k=count)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(engine):
+    requests = [
+        {
+            "prompt": PROBE[i:],
+            "max_tokens": 16,
+            "temperature": 0.8,
+            "top_p": 0.95,
+            "seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(3)
+    ]
+    alone = [engine.tokens(**fields) for fields in requests]
+    assert engine.http.post("/reset_prefix_cache").json() == {"success": True}
+    assert engine.together(requests) == alone
+
+
+STEP_TOKENS = 256
+
+
+@pytest.mark.parametrize("cached", [0, 512])
+def test_a_request_behind_a_long_prefill_has_its_first_token_within_two_steps(engine, cached):
+    """Counted in tokens that the engine computes between the request and its first token."""
+
+    def computed():
+        return engine.metric("vllm:iteration_tokens_total_sum")
+
+    short = random_tokens(cached + 40, seed=1 + cached)
+    if cached:
+        engine.tokens(short[: cached + 1], max_tokens=1)
+    before = computed()
+    with engine.asking(prompt=random_tokens(2000, seed=2 + cached), max_tokens=1):
+        while (at := computed()) == before:  # the long prefill's first step
+            time.sleep(0.01)
+        usage = engine.complete(short, max_tokens=1)["usage"]
+        assert computed() - at <= 2 * STEP_TOKENS
+        assert engine.metric("vllm:num_requests_running") == 1
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached

@@ -1,10 +1,13 @@
 """The engine as a process: how it starts, refuses to start, and ends."""
 
+import contextlib
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -43,6 +46,27 @@ def test_sigterm_lets_running_requests_finish_within_the_grace_time_and_exits_wi
     assert '"finish_reason":"abort"' in rest[-2]
     assert process.wait(20) == 0
     assert process.stderr.read().count("Traceback") == 0
+
+
+def test_sigterm_while_the_model_is_loaded_ends_it_there(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    os.mkfifo(directory / "config.json")  # whoever reads it waits for a writer
+    process = start("--model", str(directory), "--port", "0")
+    try:
+        writer = None
+        while writer is None and process.poll() is None:
+            with contextlib.suppress(OSError):  # nobody reads yet
+                writer = os.open(directory / "config.json", os.O_WRONLY | os.O_NONBLOCK)
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=20)
+        os.close(writer)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, output) == (0, "")
+    assert "Traceback" not in errors
 
 
 def test_a_port_in_use_is_told_at_once_with_its_flag():

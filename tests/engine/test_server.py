@@ -1,12 +1,9 @@
 """The engine over real HTTP, with the tiny model in float32."""
 
 import math
-import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
@@ -144,44 +141,37 @@ def test_the_models_own_end_of_sequence_stops_it_unless_ignored(served):
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(make_served):
-    def params(i):
-        return {"max_tokens": 24, "temperature": 1, "seed": 40 + i, "top_p": 0.9 if i % 2 else 1.0}
-
-    prompts = [[i, *PROMPT[: 20 + 9 * i]] for i in range(6)]
+    requests = [
+        {
+            "prompt": [i, *PROMPT[: 20 + 9 * i]],
+            "max_tokens": 24,
+            "temperature": 1,
+            "seed": 40 + i,
+            "top_p": 0.9 if i % 2 else 1.0,
+        }
+        for i in range(6)
+    ]
     with make_served(max_num_batched_tokens=64) as engine:
-        alone = [engine.tokens(prompt, **params(i)) for i, prompt in enumerate(prompts)]
+        alone = [engine.tokens(**fields) for fields in requests]
         assert engine.http.post("/reset_prefix_cache").json() == {"success": True}
-        bodies = [
-            {"model": "tiny", "prompt": p, "return_token_ids": True, **params(i)}
-            for i, p in enumerate(prompts)
-        ]
-        assert together(engine, bodies) == alone
-
-
-def together(engine, bodies):
-    """Token ids of requests that are sent at the same time."""
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = pool.map(lambda body: engine.http.post("/v1/completions", json=body).json(), bodies)
-        return [answer["choices"][0]["token_ids"] for answer in answers]
+        assert engine.together(requests) == alone
 
 
 def test_preempted_requests_answer_as_if_they_had_the_engine_alone(make_served):
-    bodies = [
+    requests = [
         {
-            "model": "tiny",
             "prompt": [i, *PROMPT[:40]],
             "max_tokens": 60,
             "temperature": i % 2,
             "seed": i,
-            "return_token_ids": True,
             "ignore_eos": True,
         }
         for i in range(5)
     ]
     with make_served(num_gpu_blocks_override=20, block_size=8) as small, make_served() as ample:
-        squeezed = together(small, bodies)
+        squeezed = small.together(requests)
         assert small.metric("vllm:num_preemptions_total") > 0
-        assert squeezed == [ample.tokens(**{k: v for k, v in b.items() if k != "model"}) for b in bodies]
+        assert squeezed == [ample.tokens(**fields) for fields in requests]
 
 
 def test_choices_share_the_prompt_and_differ_by_seed(served):
@@ -227,24 +217,34 @@ def test_prompt_logprobs_are_the_logprobs_of_the_same_tokens_as_output(served):
     assert all(len(entry) in (2, 3) for entry in rest)
 
 
+def wait_until(engine, metric, value):
+    deadline = time.monotonic() + 20
+    while engine.metric(metric) != value:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+ENDLESS = {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks(served, stream):
-    def wait_until(running):
-        deadline = time.monotonic() + 20
-        while served.metric("vllm:num_requests_running") != running:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    wait_until(0)
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True, "stream": stream}
-    request = httpx.Request("POST", f"{served.url}/v1/completions", json=body)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(request.content)}\r\n\r\n"
-    with socket.create_connection((request.url.host, request.url.port)) as client:
-        client.sendall(head.encode() + request.content)
-        wait_until(1)
+    wait_until(served, "vllm:num_requests_running", 0)
+    with served.asking(**ENDLESS, stream=stream):
+        wait_until(served, "vllm:num_requests_running", 1)
         assert served.metric("vllm:kv_cache_usage_perc") > 0
-    wait_until(0)
+    wait_until(served, "vllm:num_requests_running", 0)
     assert served.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_while_it_waits_for_a_place_loses_its_turn(make_served, stream):
+    with make_served(max_num_seqs=1) as engine, engine.asking(**ENDLESS, stream=True):
+        wait_until(engine, "vllm:num_requests_running", 1)
+        with engine.asking(**ENDLESS, stream=stream):
+            wait_until(engine, "vllm:num_requests_waiting", 1)
+        wait_until(engine, "vllm:num_requests_waiting", 0)
+        assert engine.metric("vllm:num_requests_running") == 1
 
 
 BAD = [
@@ -323,6 +323,19 @@ def test_the_door_tells_what_it_serves(served):
     assert "process_start_time_seconds" in page
 
 
+def test_an_answer_without_a_limit_ends_with_the_context(make_served):
+    with make_served(num_gpu_blocks_override=3, block_size=16) as engine:
+        for length in (1, 15, 16, 17, 32, 47):
+            body = {"model": "tiny", "prompt": PROMPT[:length], "max_tokens": 48 - length, "ignore_eos": True}
+            usage = engine.http.post("/v1/completions", json=body).json()["usage"]
+            assert (usage["prompt_tokens"], usage["total_tokens"]) == (length, 48)
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+        answer = engine.http.post("/v1/chat/completions", json=chat).json()
+        assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (48, "length")
+        refused = engine.http.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT[:48]})
+        assert refused.json()["error"]["param"] == "prompt"
+
+
 def test_counters_follow_the_tokens(make_served):
     with make_served() as engine:
         engine.tokens(PROMPT, max_tokens=5)
@@ -333,6 +346,8 @@ def test_counters_follow_the_tokens(make_served):
         assert engine.metric("vllm:time_to_first_token_seconds_count") == 2
         assert engine.metric("vllm:inter_token_latency_seconds_count") == 8
         assert engine.metric("vllm:request_success_total") == 2
+        assert engine.metric("vllm:iteration_tokens_total_count") == 10
+        assert engine.metric("vllm:iteration_tokens_total_sum") == 201 - 96 + 10 - 2
 
 
 def test_the_cache_is_cleared_only_in_development_mode(make_served, served):

@@ -302,11 +302,13 @@ class Engine:
             if part.sequence.started_s is None:
                 part.sequence.started_s = now_s
         samplers = step.samplers()
-        sampled = self._sample(step, self._model.forward(step.batch()), samplers)
+        batch = step.batch()
+        sampled = self._sample(step, self._model.forward(batch), samplers)
         outcome = self._scheduler.account(step, [each.token for each in sampled])
         if outcome.copies:
             self._model.copy_blocks(outcome.copies)
         self._publish()
+        self._metrics.step(batch.tokens)
         self._deliver(samplers, sampled)
 
     def _sample(self, step: Step, logits: torch.Tensor, samplers: list[Sequence]) -> list[Sampled]:

@@ -34,6 +34,7 @@ _FIRST_TOKEN_S = (
     40,
     80,
 )
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
@@ -77,6 +78,7 @@ class EngineMetrics:
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
+        self._steps = self._histogram("iteration_tokens_total", "Tokens computed in a step", _STEP_TOKENS)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S)
         self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens", _TOKEN_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _REQUEST_S)
@@ -89,6 +91,10 @@ class EngineMetrics:
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def step(self, tokens: int) -> None:
+        """A step has computed `tokens` tokens, prefill and decode together."""
+        self._steps.observe(tokens)
 
     def token(self, sequence: Sequence, now_s: float) -> None:
         """`sequence` got a token; its times are updated."""

@@ -14,10 +14,16 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.engine.options import EngineOptions
 
+if TYPE_CHECKING:
+    from sumibi.engine.app import Door
+    from sumibi.engine.publisher import ZmqPublisher
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75
 """Idle connections stay open for so long: gateways reuse them, and should be the ones to close them."""
 _FLUSH_S = 5
@@ -27,15 +33,25 @@ _HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def main(options: EngineOptions) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises SumibiError for what cannot work."""
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises SumibiError for what cannot work.
+
+    Either signal ends the process with 0, also while it loads.
+    """
     _use_huge_pages()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = listen(options)
     with contextlib.closing(listener):
+        # Until requests are taken there is nothing to finish: end at once, whatever is being loaded.
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: sys.exit(0))
         import uvloop
 
-        return uvloop.run(_until_signal(options, listener))
+        from sumibi.engine.assembly import assemble
+
+        stop = asyncio.Event()
+        door, publisher = assemble(options, on_failure=stop.set)
+        return uvloop.run(_until_signal(options, door, publisher, listener, stop))
 
 
 def _use_huge_pages() -> None:
@@ -71,31 +87,39 @@ def _port_in_use(options: EngineOptions, cause: OSError) -> EnvironmentProblem:
     )
 
 
-async def _until_signal(options: EngineOptions, listener: socket.socket) -> int:
-    stop = asyncio.Event()
+async def _until_signal(
+    options: EngineOptions,
+    door: "Door",
+    publisher: "ZmqPublisher | None",
+    listener: socket.socket,
+    stop: asyncio.Event,
+) -> int:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
 
     def ready(url: str) -> None:
         print(f"sumibi engine: {options.name} is ready on {url}", flush=True)
 
-    return await serve(options, listener, stop=stop, ready=ready)
+    return await serve(options, door, publisher, listener, stop=stop, ready=ready)
 
 
 async def serve(
-    options: EngineOptions, listener: socket.socket, *, stop: asyncio.Event, ready: Callable[[str], None]
+    options: EngineOptions,
+    door: "Door",
+    publisher: "ZmqPublisher | None",
+    listener: socket.socket,
+    *,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
 ) -> int:
-    """Load the model, serve it on the bound `listener` until `stop`; 0, or 1 if the engine failed.
+    """Serve what `assemble` made on the bound `listener` until `stop`; 0, or 1 if the engine failed.
 
     `ready` is called with the URL once requests are taken. After `stop` no more connections are; running
     requests may finish, for `options.shutdown_grace_s`, then they are ended with what they have.
     """
     import uvicorn
 
-    from sumibi.engine.assembly import assemble
-
-    door, publisher = assemble(options, on_failure=stop.set)
     config = uvicorn.Config(
         door.app(),
         http="httptools",
