@@ -45,6 +45,10 @@ def grades(instructions):
     return [i.grade for i in instructions if isinstance(i, GradeChanged)]
 
 
+def causes(instructions):
+    return [i.cause for i in instructions if isinstance(i, GradeChanged)]
+
+
 def following(engine, *, replay=True, **fields):
     """A lab with one endpoint `e` whose events so far were replayed."""
     lab = Lab()
@@ -446,6 +450,35 @@ def test_events_of_unknown_endpoints_and_unasked_replays_are_counted_and_ignored
     lab.tell(ReplayEnded, endpoint="e", ok=True)
     assert lab.router.counters().stale_events == before + 3
     assert believed(lab, "e", [P1]) == set()
+
+
+def test_the_cause_of_a_changed_grade_is_what_is_so():
+    old, new = Engine(20), Engine(20, process=1)
+    lab = Lab()
+    fields = {"has_events": True, "has_replay": True, "process_start_s": 1.0}
+    assert causes(lab.up("e", **fields)) == ["its KV events are being asked for again"]
+    assert causes(lab.replay("e", old, 0)) == ["its KV events are complete"]
+    publish(lab, old, P1)
+    assert causes(lab.tell(EndpointSuspect, endpoint="e", cause="stream broke")) == ["stream broke"]
+    said = causes(lab.replay("e", new, 0)) + causes(lab.replay("e", new, 0))
+    assert said == [
+        "batch 0 is unknown to the engine; its KV events are being asked for again",
+        "its KV events are complete",
+    ]
+    lost = lab.up("e", **fields | {"has_events": False})
+    assert causes(lost) == ["it publishes no KV events, or they do not arrive"]
+
+
+def test_without_replay_the_cause_names_the_batches_that_were_missed():
+    engine = Engine(20)
+    lab = Lab()
+    assert causes(lab.up("e", has_events=True)) == ["no KV events have come yet"]
+    engine.run(P1)
+    lab.batch("e", engine.publish())
+    engine.run(P2)
+    engine.publish()  # lost
+    engine.run(prompt(0, BLOCK))
+    assert causes(lab.batch("e", engine.publish())) == ["KV event batches between 0 and 2 were missed"]
 
 
 def test_an_index_without_room_is_not_called_exact():

@@ -52,9 +52,11 @@ class Feed:
         """How long after a prefill its blocks may be announced."""
 
     @property
-    def complete(self) -> bool:
-        """The index equals the cache, up to the events' delay."""
-        return self.sequence.complete and not self.left_out
+    def gap(self) -> str:
+        """Why the index may differ from the cache. Empty: it does not, up to the events' delay."""
+        if self.left_out:
+            return f"the index has no room for {self.left_out} of its blocks"
+        return self.sequence.gap
 
     def read(self, batch: EventBatch) -> list[Change]:
         """What a batch changes. Nothing is changed yet."""

@@ -140,12 +140,14 @@ class Endpoint:
         self.feed = feed
         self.holders = 1 << self.recall.holder | 1 << feed.device
 
-    def judge(self) -> Grade:
-        """How well its cache is known now."""
+    def judge(self) -> tuple[Grade, str]:
+        """How well its cache is known now, and why."""
         if self.suspect is not None:
-            return Grade.NONE
-        exact = self.has_events and self.feed is not None and self.feed.complete
-        return Grade.EXACT if exact else Grade.APPROXIMATE
+            return Grade.NONE, self.suspect
+        if self.feed is None or not self.has_events:
+            return Grade.APPROXIMATE, "it publishes no KV events, or they do not arrive"
+        gap = self.feed.gap
+        return (Grade.APPROXIMATE, gap) if gap else (Grade.EXACT, "its KV events are complete")
 
     def observe_load(self, signals: Signals) -> None:
         """Take a scrape: what it shows beyond our own requests is foreign."""

@@ -283,7 +283,7 @@ class Router:
             if was_refused:
                 endpoint.recall.clear()
             endpoint.suspect = None
-        self._grade(endpoint, "endpoint is up")
+        self._grade(endpoint)
         for name, request in list(self._waiting.items()):
             if request.event.model in endpoint.models and self._place(request):
                 del self._waiting[name]
@@ -320,7 +320,7 @@ class Router:
                 self._new_life(endpoint, RESTARTED)
         elif known_s is not None and said_s is not None and not self._asks(endpoint):
             endpoint.suspect = None
-            self._grade(endpoint, "same engine process")
+            self._grade(endpoint)
         if said_s is not None:
             endpoint.process_start_s = said_s
 
@@ -354,7 +354,7 @@ class Router:
         endpoint.suspect = cause
         if ask and endpoint.feed is not None and endpoint.has_events:
             self._take(endpoint, endpoint.feed.sequence.doubt(self._t))
-        self._grade(endpoint, cause)
+        self._grade(endpoint)
 
     def _new_life(self, endpoint: Endpoint, cause: str) -> None:
         self._count.lives += 1
@@ -376,10 +376,12 @@ class Router:
         self._count.stale_events += endpoint is None
         return endpoint
 
-    def _grade(self, endpoint: Endpoint, cause: str) -> None:
-        endpoint.grade = endpoint.judge()
+    def _grade(self, endpoint: Endpoint, happened: str = "") -> None:
+        """Judge it anew; tell if that changes its grade, with what `happened` and what is so now."""
+        endpoint.grade, why = endpoint.judge()
         if endpoint.grade is not endpoint.emitted_grade:
             endpoint.emitted_grade = endpoint.grade
+            cause = why if happened in ("", why) else f"{happened}; {why}"
             self._out.append(GradeChanged(endpoint=endpoint.name, grade=endpoint.grade, cause=cause))
 
     # --- KV events ---
@@ -405,7 +407,7 @@ class Router:
             return
         endpoint.feed.change(event.changes)
         self._computing.announced(endpoint, self._t)
-        self._grade(endpoint, "KV events")
+        self._grade(endpoint)
 
     def _take(self, endpoint: Endpoint, step: Step) -> None:
         """Carry out what the order of its batches calls for."""
@@ -432,7 +434,7 @@ class Router:
             if self._observer is not None:
                 self._observer(residency)
             self._residency(residency)
-        self._grade(endpoint, step.cause or "KV events")
+        self._grade(endpoint, step.cause)
 
     # --- time ---
 

@@ -38,6 +38,9 @@ REPLAY_LIMIT_S = 120.0
 """A replay without end mark counts as failed after this time."""
 
 
+NOT_HEARD = "no KV events have come yet"
+
+
 class Forget(Enum):
     """What a step says of the blocks known before it."""
 
@@ -67,13 +70,13 @@ class Sequence:
 
     __slots__ = (
         "_ask_from_start",
-        "_complete",
         "_config",
         "_count",
         "_deadline_t",
         "_doubted",
         "_failures",
         "_held",
+        "_missed",
         "_newest_live",
         "_rebuild",
         "_recent",
@@ -95,7 +98,7 @@ class Sequence:
     def _clear(self) -> None:
         self.last: int | None = None
         """The last batch applied; -1: none, and none was missed; None: none, and unknown what was missed."""
-        self._complete = False
+        self._missed = NOT_HEARD
         self._doubted = False
         self._recent: OrderedDict[int, int] = OrderedDict()
         self._held: dict[int, EngineBatch] = {}
@@ -106,9 +109,13 @@ class Sequence:
         self._retry_t: float | None = None
 
     @property
-    def complete(self) -> bool:
-        """What was applied is all that matters: the index equals the cache as of `last`."""
-        return self._complete and not self._doubted and not self.replaying
+    def gap(self) -> str:
+        """Why what was applied may not be all that matters; empty: the index equals the cache."""
+        if self.replaying:
+            return "its KV events are being asked for again"
+        if self._doubted:
+            return "it may be another process, and its KV events cannot be asked for again"
+        return self._missed
 
     @property
     def replaying(self) -> bool:
@@ -144,7 +151,7 @@ class Sequence:
 
     def cleared(self) -> None:
         """The device cache was emptied by an event just applied."""
-        self._complete = True
+        self._missed = ""
 
     def live(self, event: EngineBatch) -> Step:
         """A batch from the subscription."""
@@ -166,7 +173,7 @@ class Sequence:
         if self.replaying:
             self._hold(event)
         elif self.last is None:
-            self._complete = seq == 0
+            self._missed = _missed_before(seq)
             self._apply(event, step)
             step.trusted = True
         elif seq == self.last + 1:
@@ -177,7 +184,7 @@ class Sequence:
             self._hold(event)
             self._ask(self.last, t, step)
         else:
-            self._complete = False
+            self._missed = f"KV event batches between {self.last} and {seq} were missed"
             self._apply(event, step)
         return step
 
@@ -200,7 +207,7 @@ class Sequence:
                 self._ask_from_start = True
                 return step
         if self.last is None:
-            self._complete = seq == 0
+            self._missed = _missed_before(seq)
             self._apply(event, step)
         elif seq <= self.last:
             self._count.batches_repeated += 1
@@ -230,7 +237,7 @@ class Sequence:
                 self._forget_blocks(step, "the engine has published no events")
             if self.last is None:
                 self.last = -1
-                self._complete = True
+                self._missed = ""
             step.trusted = True
             self._release(t, step)
         return step
@@ -278,14 +285,14 @@ class Sequence:
         if self.replaying:
             self._hold(event)
         else:
-            self._complete = event.batch.seq == 0
+            self._missed = _missed_before(event.batch.seq)
             self._apply(event, step)
         return step
 
     def _forget_blocks(self, step: Step, cause: str) -> None:
         step.forget, step.cause = Forget.BLOCKS, cause
         self.last = None
-        self._complete = False
+        self._missed = cause
         self._recent.clear()
 
     def _forget_life(self, step: Step, cause: str) -> None:
@@ -316,15 +323,20 @@ class Sequence:
                 del self._held[seq]
                 continue
             if self.last is None:
-                self._complete = seq == 0
+                self._missed = _missed_before(seq)
             elif seq > self.last + 1:
                 if not self._following:
                     self._failures += 1
                 if not self._following:
                     self._ask(self.last, t, step)
                     return
-                self._complete = False
+                self._missed = f"KV event batches between {self.last} and {seq} were missed"
                 self._retry_t = step.wake_at = t + self._config.replay_cooldown_s
             self._apply(self._held.pop(seq), step)
         if not self._following:
             self._failures = 0
+
+
+def _missed_before(seq: int) -> str:
+    """What is missing if `seq` is the first batch that was seen."""
+    return f"KV event batches before {seq} were missed" if seq else ""
