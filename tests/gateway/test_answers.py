@@ -85,6 +85,23 @@ def test_usage_of_a_json_answer_is_found_wherever_it_stands(at):
     assert answer.usage() == Usage(7, 4, 3, exact=True)
 
 
+@pytest.mark.parametrize(
+    ("tail", "failed"),
+    [
+        (event({"error": {"message": "out of memory", "code": 500}}) + DONE, True),
+        (event({"choices": [{"delta": {"content": '"error": {}'}}]}) + DONE, False),
+        (event({"choices": [], "error": None}) + DONE, False),
+        (event(b'{"error": ') + DONE, False),
+    ],
+)
+def test_an_error_that_the_engine_puts_into_its_stream_is_seen(tail, failed):
+    stream = EventStream()
+    stream.feed([TOKEN, TOKEN])
+    assert not stream.failed()
+    stream.feed([tail])
+    assert stream.failed() is failed
+
+
 def test_a_json_answer_too_long_to_be_kept_has_no_usage():
     answer = JsonAnswer()
     for _ in range(100):

@@ -57,6 +57,22 @@ async def test_a_request_not_yet_answered_is_tried_elsewhere(lab, behaviours, fa
         it.assert_nothing_is_held()
 
 
+async def test_a_stream_that_the_engine_ends_with_an_error_is_passed_on_and_no_success(lab, behaviours):
+    error = b'data: {"error": {"message": "boom"}}\n\n'
+    events = [behaviours.token_event("a"), error.decode(), "data: [DONE]\n\n"]
+    data = behaviours.stream_head + b"".join(map(behaviours.chunk, events)) + b"0\r\n\r\n"
+    async with lab() as it:
+        await it.engine()
+        await it.start()
+        both(it, behaviours.in_pieces(data, 1000))
+        answer = await it.ask(body=chat(stream=True))
+        assert (answer.whole, error in answer.body) == (True, True)
+        (record,) = it.usage_records()
+        assert record["reason"] == "engine_error"
+        assert it.gateway.router.counters().finished == {"engine_error": 1}
+        it.assert_nothing_is_held()
+
+
 async def test_an_engine_that_refuses_connections_is_replaced_by_another(lab):
     async with lab() as it:
         first, second = await it.engine(), await it.engine()

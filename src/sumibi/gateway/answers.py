@@ -8,6 +8,9 @@ tokens are counted as the events between the first and `[DONE]`, which is what v
 and the record says that it is an estimate.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 
 _EVENT_END = b"\n\n"
@@ -16,8 +19,8 @@ _MAX_HELD_BYTES = 256 * 1024
 """An unfinished event longer than this is passed on as it is."""
 _MAX_JSON_BYTES = 8 * 1024 * 1024
 """Longer answers without streaming are passed through and their usage is not read."""
-_USAGE_EVENTS = 4
-"""How many of the last events are searched for usage."""
+_LAST_EVENTS = 4
+"""How many of the last events are searched for usage, and for an error."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -42,6 +45,7 @@ class _WireUsage(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     usage: _WireUsage | None = None
+    error: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Answer)
@@ -72,15 +76,22 @@ class EventStream:
 
     def usage(self) -> Usage | None:
         """Usage from the last events, None if there is none (or not in a form we know)."""
+        return next(filter(None, map(_usage, self._newest(b'"usage"'))), None)
+
+    def failed(self) -> bool:
+        """True if one of the last events is the engine's word that it cannot go on."""
+        return any(answer.error is not None for answer in self._newest(b'"error"'))
+
+    def _newest(self, word: bytes) -> Iterator[_Answer]:
+        """The last events, the newest first; none if they do not hold `word` at all."""
         tail = b"".join(self._last)
-        if b'"usage"' not in tail:
-            return None
-        for event in reversed(tail.replace(b"\r\n", b"\n").split(_EVENT_END)[-_USAGE_EVENTS - 1 :]):
+        if word not in tail:
+            return
+        for event in reversed(tail.replace(b"\r\n", b"\n").split(_EVENT_END)[-_LAST_EVENTS - 1 :]):
             start = event.find(b"data:")
-            usage = _read(event[start + 5 :]) if start >= 0 else None
-            if usage is not None:
-                return usage
-        return None
+            answer = _decode(event[start + 5 :]) if start >= 0 else None
+            if answer is not None:
+                yield answer
 
     def _cut(self, block: bytes) -> bytes:
         """Whole events out of what was held and `block`; what is left stays held."""
@@ -100,7 +111,7 @@ class EventStream:
     def _passed(self, block: bytes) -> None:
         self.events += block.count(_EVENT_END) + block.count(_CRLF_EVENT_END)
         self._last.append(block)
-        if len(self._last) > _USAGE_EVENTS:
+        if len(self._last) > _LAST_EVENTS:
             del self._last[0]
 
 
@@ -121,7 +132,8 @@ class JsonAnswer:
 
     def usage(self) -> Usage | None:
         """Usage of the whole answer, None if there is none or it is too long to be read here."""
-        return _read(b"".join(self._pieces)) if self._pieces else None
+        answer = _decode(b"".join(self._pieces)) if self._pieces else None
+        return _usage(answer) if answer is not None else None
 
 
 def _end_of(data: bytes, separator: bytes) -> int:
@@ -130,12 +142,16 @@ def _end_of(data: bytes, separator: bytes) -> int:
     return at + len(separator) if at >= 0 else 0
 
 
-def _read(text: bytes) -> Usage | None:
-    """Usage out of one JSON text; None if there is none, or if it cannot be what it says."""
+def _decode(text: bytes) -> _Answer | None:
     try:
-        usage = _decoder.decode(text).usage
+        return _decoder.decode(text)
     except msgspec.MsgspecError:
         return None
+
+
+def _usage(answer: _Answer) -> Usage | None:
+    """The usage in an answer; None if there is none, or if it cannot be what it says."""
+    usage = answer.usage
     if usage is None:
         return None
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else None

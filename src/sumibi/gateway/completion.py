@@ -222,9 +222,12 @@ class Completion:
         if not self._ended:
             self._write([], last=True)
         if not self._over:
-            usage = self._usage()
-            self._tell_finished(FinishReason.STOP, usage)
-            self._close(FinishReason.STOP, usage)
+            usage, reason = self._usage(), FinishReason.STOP
+            if self._events is not None and self._events.failed():
+                reason = FinishReason.ENGINE_ERROR
+                self._shell.attempt_failed(self.endpoint, reason, "it ended a stream with an error")
+            self._tell_finished(reason, usage)
+            self._close(reason, usage)
         self._connection.finished()
 
     def answer_failed(self, reason: FinishReason, detail: str) -> None:
