@@ -326,6 +326,7 @@ class FakePublisher:
         self.batches: list[tuple[int, bytes]] = []
         self.next_seq = 0
         self.replays_asked: list[int] = []
+        self.ends_replays = True
         self._socket = context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
@@ -361,6 +362,8 @@ class FakePublisher:
             for seq, payload in self.batches:
                 if seq >= first:
                     await self._replay.send_multipart([peer, b"", *topic, seq.to_bytes(8, "big"), payload])
+            if not self.ends_replays:
+                continue
             end = [b""] if self._topic_in_replay else []
             await self._replay.send_multipart([peer, b"", *end, b"\xff" * 8, b""])
 

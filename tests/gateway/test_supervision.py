@@ -7,7 +7,9 @@ import pytest
 
 from sumibi.core.keys import extend_keys, root_key
 from sumibi.core.kvevents import AllBlocksCleared, BlockStored
+from sumibi.gateway import supervision
 from sumibi.gateway.options import engine_options
+from sumibi.routing.events import EngineBatch
 
 CHAT = "/v1/chat/completions"
 BLOCK = 16
@@ -132,6 +134,62 @@ async def test_an_engine_that_is_killed_leaves_the_index_at_once_and_returns_whe
             await ask(it, completion([token] * 8))
         assert len(engine.requests) > before
         it.assert_nothing_is_held()
+
+
+async def test_an_engine_that_moves_its_events_or_drops_a_rank_without_going_down_is_followed_there(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.rank_events = [it.publisher(), it.publisher()]
+        await it.start()
+        (watch,) = it.gateway.watches
+        assert len(it.gateway.router.fleet_view()) == 2
+        engine.rank_events = [it.publisher()]
+        watch.look()
+        await it.until(lambda: len(it.gateway.router.fleet_view()) == 1)
+        await it.until(lambda: view(it, engine).grade == "exact")
+        await engine.rank_events[0].publish(stored(TOKENS))
+        await it.until(lambda: view(it, engine).blocks == 8)
+        assert list(it.gateway.metrics.endpoints) == [engine.endpoint]
+
+
+async def test_a_fault_of_ours_does_not_end_the_following_of_events(lab, monkeypatch):
+    monkeypatch.setattr(supervision, "_REBIND_S", 0.01)
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher()
+        gateway = await it.start()
+        await it.until(lambda: view(it, engine).grade == "exact")
+        handle = gateway.router.handle
+
+        def faulty(event):
+            if isinstance(event, EngineBatch):
+                gateway.router.handle = handle
+                raise ZeroDivisionError
+            return handle(event)
+
+        gateway.router.handle = faulty
+        await engine.events.publish(stored(TOKENS))
+        await it.until(lambda: view(it, engine).blocks == 8 and view(it, engine).grade == "exact")
+        assert gateway.metrics.endpoint(engine.endpoint).streams_lost >= 1
+
+
+async def test_nothing_that_uses_a_zmq_socket_outlives_the_gateway(lab):
+    async with lab() as it:
+        before = asyncio.all_tasks()
+        for _ in range(2):
+            engine = await it.engine()
+            engine.events = it.publisher()
+            engine.events.ends_replays = False
+        gateway = await it.start()
+        for engine in it.engines:
+            for _ in range(3):  # each takes the place of the one before, which is to be cancelled
+                gateway.shell.ask_replay(engine.endpoint, 0)
+                await asyncio.sleep(0)
+        publishers = {task for task in asyncio.all_tasks() if "_serve" in str(task.get_coro())}
+        await gateway.stop(0.0)
+        for watch in gateway.watches:
+            watch.ask_replay(watch.endpoints[0], 0)
+        assert asyncio.all_tasks() - before - publishers == set()
 
 
 async def test_ranks_of_one_engine_are_told_apart_and_addressed(lab):

@@ -94,11 +94,13 @@ class Gateway:
         for jsonl in self._logs:
             self._tasks.append(loop.create_task(jsonl.run()))
 
-    async def stop(self, grace_s: float) -> None:
-        """Take no more requests, let those in flight finish for `grace_s`, end them, close everything."""
+    async def stop(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
+        """Take no more requests, let those in flight finish for `grace_s` (or until `hurry` is set), end
+        them, close everything. Not to be cancelled: sockets would stay open behind their context.
+        """
         self._app.draining = True
         self.server.stop_accepting()
-        if not await self.server.drain(grace_s):
+        if not await self.server.drain(grace_s, hurry):
             unfinished = list(self.shell.completions.values())
             if unfinished:
                 log.warning("%d requests did not finish in time and are cut off", len(unfinished))
@@ -183,30 +185,23 @@ class Gateway:
 
 
 async def serve(options: GatewayOptions) -> int:
-    """Run until SIGTERM or SIGINT, then drain; a second signal ends at once."""
+    """Run until SIGTERM or SIGINT, then drain; a second signal cuts the draining short."""
     if not options.engines:
         raise ConfigError("--engine: name at least one engine")
     gateway = Gateway(options)
     await gateway.start()
     _announce(gateway)
     loop = asyncio.get_running_loop()
-    first, second = asyncio.Event(), asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
-        (second if first.is_set() else first).set()
+        (hurry if stop.is_set() else stop).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
-    await first.wait()
+    await stop.wait()
     log.info("stopping: %d requests in flight", len(gateway.shell.completions))
-    stopping = loop.create_task(gateway.stop(options.timeouts.drain_s))
-    hurry = loop.create_task(second.wait())
-    await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        stopping.cancel()
-        await asyncio.gather(stopping, return_exceptions=True)
-        await gateway.stop(0.0)
-    hurry.cancel()
+    await gateway.stop(options.timeouts.drain_s, hurry)
     return 0
 
 

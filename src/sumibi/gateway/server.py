@@ -65,11 +65,11 @@ class HttpServer:
         for connection in list(self._connections):
             connection.drain()
 
-    async def drain(self, grace_s: float) -> bool:
-        """Wait until every connection is closed; False if some were left after `grace_s`."""
+    async def drain(self, grace_s: float, hurry: asyncio.Event | None = None) -> bool:
+        """Wait until every connection is closed; False if some were left after `grace_s`, or at `hurry`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + grace_s
-        while self._connections and loop.time() < end:
+        while self._connections and loop.time() < end and not (hurry is not None and hurry.is_set()):
             await asyncio.sleep(0.05)
         return not self._connections
 

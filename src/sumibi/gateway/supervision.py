@@ -10,7 +10,7 @@ Ranks of one engine are one process: they come up and go down together.
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 import zmq
 import zmq.asyncio
@@ -96,6 +96,9 @@ class EngineWatch:
         self._streaming: set[str] = set()
         self._stream_change = asyncio.Event()
         self._replays: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Everything that uses ZMQ sockets; whoever owns their context has to see it end first."""
+        self._closed = False
 
     @property
     def upstream(self) -> Upstream:
@@ -116,22 +119,35 @@ class EngineWatch:
         running = self._replays.pop(endpoint, None)
         if running is not None:
             running.cancel()
-        self._replays[endpoint] = asyncio.get_running_loop().create_task(self._replay(endpoint, from_seq))
+        if not self._closed:
+            self._replays[endpoint] = self._start(self._replay(endpoint, from_seq))
 
     async def run(self) -> None:
-        """Supervise until cancelled."""
+        """Supervise until cancelled. What goes wrong by a fault of ours ends this life of the engine only."""
         try:
             while True:
-                info = await self._find()
-                await self._come_up(info)
-                cause = await self._watch(info)
-                self._go_down(info, cause)
+                try:
+                    info = await self._find()
+                    await self._come_up(info)
+                    cause = await self._watch()
+                except Exception:
+                    log.exception("supervising %s failed", self.url)
+                    cause = "the gateway failed to supervise it"
+                    await asyncio.sleep(_LAST_RETRY_S)
+                if self.info is not None:
+                    self._go_down(self.info, cause)
         finally:
-            tasks = (*self._streams.values(), *self._replays.values())
-            for task in tasks:
+            self._closed = True
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self._upstream.close()
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _pause(self, seconds: float) -> bool:
         """Wait; True if something happened meanwhile that calls for a look at once."""
@@ -164,17 +180,31 @@ class EngineWatch:
         for rank in info.ranks:
             self._follow_events(rank)
         await self._wait_for_streams()
-        self.info = info
-        await self._found(info)
+        await self._offer(info)
         self.up = True
+        self._prod.clear()  # whatever happened before is seen to
+        streams = f"KV events from {len(self._streaming)} of {len(info.ranks)} ranks"
+        log.info("engine %s is up: %s, %s", self.url, ", ".join(info.models), streams)
+
+    async def _offer(self, info: EngineInfo) -> None:
+        """Let the router know what the engine is now, and which of its ranks are gone."""
+        await self._found(info)
+        before, self.info = self.endpoints, info
         for rank in info.ranks:
             several = rank.rank if len(info.ranks) > 1 else None
             self._shell.targets[rank.endpoint] = Target(self._upstream, self._host_header, several)
             self._tell_up(info, rank)
+        for endpoint in set(before).difference(self.endpoints):
+            self._remove(endpoint)
         self._came_up(info)
-        self._prod.clear()  # whatever happened before is seen to
-        streams = f"KV events from {len(self._streaming)} of {len(info.ranks)} ranks"
-        log.info("engine %s is up: %s, %s", self.url, ", ".join(info.models), streams)
+
+    def _remove(self, endpoint: str) -> None:
+        """A rank is gone for good: the engine came back with fewer."""
+        self._unfollow(endpoint)
+        self._shell.targets.pop(endpoint, None)
+        self._shell.metrics.endpoints.pop(endpoint, None)
+        cause = "the engine has no such rank any more"
+        self._shell.tell(EndpointDown(t=self._shell.now(), endpoint=endpoint, cause=cause, removed=True))
 
     def _tell_up(self, info: EngineInfo, rank: RankInfo) -> None:
         source, streaming = self._sources.get(rank.endpoint), rank.endpoint in self._streaming
@@ -202,7 +232,7 @@ class EngineWatch:
 
     # -- watching
 
-    async def _watch(self, info: EngineInfo) -> str:
+    async def _watch(self) -> str:
         """Check health and scrape signals until the engine is down; the cause of that."""
         failures = checks = 0
         while True:
@@ -213,26 +243,22 @@ class EngineWatch:
                 if not await healthy(self.url, timeout_s=_HEALTH_TIMEOUT_S):
                     return "its health check says it is not well"
                 if prodded or checks % _MODELS_EVERY == 0:
-                    info = await discover(self.url)
-                    await self._renew(info, prodded=prodded)
+                    await self._renew(await discover(self.url), prodded=prodded)
                 failures = 0
             except SumibiError as cause:
                 failures += 1
                 if failures >= _FAILURES_TO_DOWN or isinstance(cause.__cause__, ConnectionRefusedError):
                     return str(cause)
                 continue
-            await self._scrape(info, scraped_t)
+            assert self.info is not None
+            await self._scrape(self.info, scraped_t)
 
     async def _renew(self, info: EngineInfo, *, prodded: bool) -> None:
         """The engine answers: update what changed, and give suspect endpoints their chance to be trusted."""
-        before, self.info = self.info, info
-        changed = before is None or before.models != info.models
-        if changed:
-            await self._found(info)
-        if changed or prodded:
-            for rank in info.ranks:
-                self._tell_up(info, rank)
-            self._came_up(info)
+        for rank in info.ranks:
+            self._follow_events(rank)
+        if prodded or self.info is None or _identity(self.info) != _identity(info):
+            await self._offer(info)
 
     async def _scrape(self, info: EngineInfo, scraped_t: float) -> None:
         """Read load signals. An engine without metrics is served all the same."""
@@ -275,14 +301,18 @@ class EngineWatch:
         endpoint, source = rank.endpoint, self._source(rank)
         if self._sources.get(endpoint) == source:
             return
+        self._unfollow(endpoint)
+        if source is not None:
+            self._sources[endpoint] = source
+            self._streams[endpoint] = self._start(self._follow(endpoint, source))
+
+    def _unfollow(self, endpoint: str) -> None:
         running = self._streams.pop(endpoint, None)
         if running is not None:
             running.cancel()
-            self._streaming.discard(endpoint)
             del self._sources[endpoint]
-        if source is not None:
-            self._sources[endpoint] = source
-            self._streams[endpoint] = asyncio.get_running_loop().create_task(self._follow(endpoint, source))
+            self._streaming.discard(endpoint)
+            self._shell.metrics.endpoint(endpoint).streaming = False
 
     async def _wait_for_streams(self) -> None:
         try:
@@ -294,7 +324,9 @@ class EngineWatch:
             log.warning("engine %s: its KV event stream does not connect; still trying", self.url)
 
     async def _follow(self, endpoint: str, source: EventSource) -> None:
-        """Follow the stream for good; an address that cannot be used (now) is tried again."""
+        """Follow the stream for good. An address that cannot be used (now) is tried again; so is the stream
+        after a fault of ours, which must not end in an endpoint that is thought to be followed and is not.
+        """
         told = False
         while True:
             try:
@@ -303,6 +335,9 @@ class EngineWatch:
                 if not told:
                     told = True
                     log.error("%s: no KV events from %s: %s", endpoint, source.address, cause.exceptions[0])
+            except* Exception:
+                log.exception("following the KV events of %s failed", endpoint)
+                self._stream_record(endpoint, StreamLost())
             await asyncio.sleep(_REBIND_S)
 
     def _stream_record(self, endpoint: str, record: StreamRecord) -> None:
@@ -351,6 +386,14 @@ class EngineWatch:
                 )
             except zmq.ZMQError as cause:
                 log.error("%s: no replay from %s: %s", endpoint, source.replay, cause)
+            except Exception:
+                log.exception("replaying the KV events of %s failed", endpoint)
         counters.replays_failed += not complete
         del self._replays[endpoint]
         self._shell.tell(ReplayEnded(t=self._shell.now(), endpoint=endpoint, ok=complete))
+
+
+def _identity(info: EngineInfo) -> tuple[object, ...]:
+    """What the router is told of an engine, the start of its process aside (every scrape tells that)."""
+    ranks = tuple((r.endpoint, r.signals.block_tokens, r.signals.kv_tokens, r.events) for r in info.ranks)
+    return info.models, info.aliases, ranks
