@@ -176,7 +176,9 @@ class Scheduler:
         soon: set[bytes] = set()  # contents that this very step computes
         admitting = True
         candidates = [sequence for sequence in self.running if sequence.remaining > 1]
-        for sequence in sorted([*candidates, *self.waiting], key=self._urgency):
+        if len(self.running) < self.max_sequences:  # else nobody can be admitted, however many wait
+            candidates += self.waiting
+        for sequence in sorted(candidates, key=self._urgency):
             if budget == 0:
                 break
             if not sequence.table:
