@@ -292,6 +292,25 @@ def test_a_bad_field_is_refused_by_name(served, fields, status, param):
     assert error["message"].startswith(param)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 10**30},
+        {"temperature": 1e300, "top_p": 1e-300},
+        {"temperature": 1e-5, "min_p": 1e-320},
+        {"repetition_penalty": 1e300},
+        {"repetition_penalty": 1e-300, "top_k": 3},
+        {"seed": -(10**40)},
+        {"stop_token_ids": list(range(259)), "min_tokens": 2, "logprobs": 20},
+        {"logit_bias": {str(i): -100 for i in range(259)}, "top_p": 0.5},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_the_most_extreme_values_that_are_allowed_are_answered(served, fields):
+    (choice,) = served.complete("abc", max_tokens=3, **{"temperature": 1, **fields})["choices"]
+    assert choice["token_ids"]
+
+
 def test_what_asks_for_nothing_is_not_refused(served):
     harmless = {"echo": False, "best_of": 1, "suffix": None, "response_format": {"type": "text"}}
     served.complete("x", max_tokens=1, user="somebody", unknown=1, logit_bias={}, **harmless)

@@ -275,7 +275,7 @@ class RequestReader:
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-            top_k=max(0, fields.top_k or 0),
+            top_k=min(max(0, fields.top_k or 0), self.model.vocabulary),
             top_p=_or(fields.top_p, 1.0),
             min_p=fields.min_p or 0.0,
             seed=seed % (1 << 64),
