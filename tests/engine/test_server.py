@@ -304,7 +304,7 @@ def test_a_bad_field_is_refused_by_name(served, fields, status, param):
         {"stop_token_ids": list(range(259)), "min_tokens": 2, "logprobs": 20},
         {"logit_bias": {str(i): -100 for i in range(259)}, "top_p": 0.5},
     ],
-    ids=lambda fields: "-".join(fields),
+    ids="-".join,
 )
 def test_the_most_extreme_values_that_are_allowed_are_answered(served, fields):
     (choice,) = served.complete("abc", max_tokens=3, **{"temperature": 1, **fields})["choices"]
