@@ -2,19 +2,17 @@
 
 import json
 
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sumibi.core.errors import EnvironmentProblem
+from sumibi.core.errors import BadRequest, EnvironmentProblem
 from sumibi.core.kvevents import BlockStored
 from sumibi.gateway.exposition import TABLE
 from sumibi.gateway.main import Gateway
 from sumibi.gateway.options import GatewayOptions, engine_options
 from sumibi.routing.decisions import read_decisions
-from sumibi.routing.events import AnyEvent
 from sumibi.routing.policies import rerun
-from sumibi.routing.router import Router
+from sumibi.routing.recording import replay
 
 CHAT = "/v1/chat/completions"
 KEY = "test-admin-key-0123456789"
@@ -147,7 +145,10 @@ async def test_a_recorded_run_fed_to_a_fresh_router_gives_the_same_decisions(lab
     async with lab() as it:
         for _ in range(3):
             (await it.engine()).events = it.publisher()
-        gateway = await it.start(record=tmp_path / "record")
+        before = await it.start(record=tmp_path / "record", policy="round-robin")
+        await it.ask("/v1/completions", {"model": "test-model", "prompt": tokens})
+        await before.stop(1.0)
+        gateway = await it.start(record=tmp_path / "record", policy="least-loaded")
         for number in range(12):
             await it.ask(
                 "/v1/completions", {"model": "test-model", "prompt": [number % 4, *tokens], "max_tokens": 5}
@@ -158,12 +159,15 @@ async def test_a_recorded_run_fed_to_a_fresh_router_gives_the_same_decisions(lab
         await it.ask("/v1/completions", {"model": "test-model", "prompt": [1, *tokens]})
         live = gateway.router.decisions(100)
         await gateway.stop(1.0)
-    decoder = msgspec.json.Decoder(AnyEvent)
-    fresh = Router(gateway.router.config)
-    for line in (tmp_path / "record" / "events.jsonl").read_bytes().splitlines():
-        fresh.handle(decoder.decode(line))
+    lines = (tmp_path / "record" / "events.jsonl").read_bytes().splitlines()
+    first, fresh = replay(lines)
     assert len(live) == 13
     assert fresh.decisions(100) == live
+    assert first.decisions(100) == before.router.decisions(100)
+    with pytest.raises(BadRequest, match="line 1: the beginning of this run is not in the log"):
+        replay(lines[1:])
+    with pytest.raises(BadRequest, match="line 2 is not a recorded event"):
+        replay([lines[0], b"{}"])
 
 
 async def test_a_port_in_use_is_named_with_its_flag(lab):

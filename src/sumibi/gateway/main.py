@@ -47,9 +47,10 @@ class Gateway:
         self.admin_key = admin_key(options, state) if options.admin_port is not None else None
         self.metrics = Metrics()
         recorder = Recorder(options.record) if options.record is not None else None
-        self.router = Router(
-            RouterConfig(policy=options.policy), observer=recorder.event if recorder is not None else None
-        )
+        config = RouterConfig(policy=options.policy, gateway_epoch=int(time.time()))
+        self.router = Router(config, observer=recorder.event if recorder is not None else None)
+        if recorder is not None:
+            recorder.started(config)
         self.usage_log = JsonlLog(options.usage_log or state / "usage.jsonl")
         self.readers = ModelReaders(options.tokenizer, self.router.block_tokens, self.router.key_name)
         self.readers.load_given()

@@ -1,9 +1,9 @@
 """`--record DIR`: what happened, in a form that can be replayed and read, and never any text.
 
-`events.jsonl` has every event the router was given, in its recordable form (routing keys instead of token
-ids): fed to a fresh router it gives the same decisions. `decisions.jsonl` has each decision with all its
-inputs, for `sumibi decisions rerun`; `outcomes.jsonl` what came of it. All three are bounded as logs are
-(`jsonl`): of a recording longer than the limit only the newest part is left.
+`events.jsonl` has the router's settings and every event it was given, in its recordable form (routing keys
+instead of token ids): `routing.recording` gets the same decisions from it. `decisions.jsonl` has each
+decision with all its inputs, for `sumibi decisions rerun`; `outcomes.jsonl` what came of it. All three are
+bounded as logs are (`jsonl`): of a recording longer than the limit only the newest part is left.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,10 @@ from pathlib import Path
 
 from sumibi.core.errors import ConfigError
 from sumibi.gateway.jsonl import JsonlLog
+from sumibi.routing.config import RouterConfig
 from sumibi.routing.decisions import Decision, Outcome
 from sumibi.routing.events import Event
+from sumibi.routing.recording import Started
 
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 _KEEP_FILES = 8
@@ -37,6 +39,10 @@ class Recorder:
     def logs(self) -> Iterator[JsonlLog]:
         """The logs behind it."""
         yield from (self._events, self._decisions, self._outcomes)
+
+    def started(self, config: RouterConfig) -> None:
+        """A router was made with these settings; what follows is told to it."""
+        self._events.append(Started(config))
 
     def event(self, event: Event) -> None:
         """An event in its recordable form."""

@@ -261,7 +261,7 @@ AnyEvent = (
     | Signals
     | Tick
 )
-"""For decoding a recorded log: `msgspec.json.Decoder(AnyEvent)`."""
+"""What a recorded log holds, beside the settings of the router (see `recording`)."""
 
 
 class Instruction(msgspec.Struct, frozen=True, tag=True, kw_only=True):
