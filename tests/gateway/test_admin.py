@@ -1,5 +1,6 @@
 """The admin door, the explanation of one's own request, and what is exported and recorded."""
 
+import asyncio
 import json
 
 import pytest
@@ -111,6 +112,29 @@ async def test_metrics_have_our_names_and_llm_d_s(lab):
         assert samples["llm_d_epp_request_input_tokens_count"].value == 1
         assert samples["sumibi_requests_refused_total"].labels == {"status": "404"}
         assert samples["llm_d_epp_ready_endpoints"].value == 1
+
+
+async def test_a_model_s_name_is_a_label_only_once_an_engine_has_named_it(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        await engine.stop()
+        gateway = await it.start_only()
+        asked = [
+            asyncio.ensure_future(it.ask(body={**BODY, "model": model}))
+            for model in ("test-model", "made-up", "y" * 300)
+        ]
+        await it.until(lambda: len(gateway.shell.completions) == 2 and asked[2].done())
+        assert (await asked[2]).status == 404  # no engine has such a name
+        await engine.start()
+        assert (await asked[0]).status == 200
+        await it.ask(body=BODY)
+        assert {name: c.requests for name, c in gateway.metrics.models.items()} == {
+            "other": 2,
+            "test-model": 1,
+        }
+        asked[1].cancel()
+        await it.until(lambda: not gateway.shell.completions)
+        assert {c.in_flight for c in gateway.metrics.models.values()} == {0}
 
 
 def test_every_metric_s_name_says_its_unit_or_kind_and_is_named_once():

@@ -90,6 +90,7 @@ def test_api_keys_are_looked_up_by_their_digest(tmp_path):
     assert tenants.of(b"Bearer sk-1") == "team-a"
     for other in (None, b"", b"Bearer sk-2", b"Basic sk-1", b"sk-1"):
         assert tenants.of(other) == ANONYMOUS
+    assert set(tenants._remembered) == {b"Bearer sk-1"}  # keys that clients make up take no memory
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from sumibi.prompts.keys import Prompt
 
 COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 _MAX_REQUEST_ID = 128
+_MAX_MODEL_NAME = 256
+"""Longer names are not those of engines; they are in no answer and no log."""
 _ID_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.:")
 
 log = logging.getLogger(__name__)
@@ -110,6 +112,7 @@ class App:
             asked,
             request_id=self._request_id(request),
             tenant=self._tenants.of(request.named.get(b"authorization")),
+            counters=shell.metrics.model(asked.model),
             keep_authorization=not self._tenants.configured,
             explain=self._may_explain(request),
         )
@@ -154,8 +157,9 @@ class App:
         reader = self._readers.readers.get(asked.model)
         if reader is not None:
             return reader
-        if self._readers.readers:
-            raise UnknownModel(f"the model {asked.model!r} is not served here", param="model")
+        if self._readers.readers or len(asked.model) > _MAX_MODEL_NAME:
+            shown = asked.model[:_MAX_MODEL_NAME]
+            raise UnknownModel(f"the model {shown!r} is not served here", param="model")
         return self._readers.unknown
 
     def _request_id(self, request: Request) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
 from sumibi.gateway.errors import error_body, error_event
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, Request, response_head
+from sumibi.gateway.metrics import ModelCounters
 from sumibi.gateway.upstream import Call
 from sumibi.prompts.dialects import PromptKind, PromptRequest
 from sumibi.prompts.keys import Prompt
@@ -90,12 +91,15 @@ class Completion:
         *,
         request_id: str,
         tenant: str,
+        counters: ModelCounters,
         keep_authorization: bool,
         explain: bool,
     ) -> None:
         self.id = request_id
         self.asked = asked
         self.tenant = tenant
+        self.counters = counters
+        """Of its model, from its arrival to its end."""
         self.endpoint = ""
         self.decision = ""
         self.attempt = 0

@@ -173,6 +173,7 @@ class Gateway:
         for model in info.models:
             card = ModelCard(id=model, max_model_len=info.max_model_tokens, created=int(time.time()))
             self._served.cards.setdefault(model, card)
+            self.metrics.serve(model)
 
     def _look_at(self, endpoint: str) -> None:
         for watch in self.watches:

@@ -1,7 +1,8 @@
 """What the gateway counts, as plain integers: counting is on the hot path, showing is not.
 
-Labels are bounded: models beyond a limit count as `other`, endpoints are as many as are configured, reasons
-are closed lists. `exposition` gives the names under which all this is exported.
+Labels are bounded: models that no engine has named, or beyond a limit, count as `other`; endpoints are as
+many as are configured, reasons are closed lists. `exposition` gives the names under which all this is
+exported.
 """
 
 from bisect import bisect_left
@@ -108,14 +109,14 @@ class Metrics:
         self.keys_s = Histogram(_FINE_SECONDS)
         self.placement_s = Histogram(_FINE_SECONDS)
 
+    def serve(self, name: str) -> None:
+        """An engine serves a model by this name: count for it from now on."""
+        if len(self.models) < _MAX_MODELS:
+            self.models.setdefault(name, ModelCounters())
+
     def model(self, name: str) -> ModelCounters:
-        """The counters of a model; beyond the limit on names, those of `other`."""
-        counters = self.models.get(name)
-        if counters is None:
-            if len(self.models) >= _MAX_MODELS:
-                name = _OTHER
-            counters = self.models.setdefault(name, ModelCounters())
-        return counters
+        """The counters of a model that an engine serves; any other name is a client's word."""
+        return self.models.get(name) or self.models.setdefault(_OTHER, ModelCounters())
 
     def endpoint(self, endpoint: str) -> EndpointCounters:
         """The counters of an endpoint."""

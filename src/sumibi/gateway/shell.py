@@ -100,7 +100,7 @@ class Shell:
     def add(self, completion: Completion) -> None:
         """A request is in flight from now on."""
         self.completions[completion.id] = completion
-        counters = self.metrics.model(completion.asked.model)
+        counters = completion.counters
         counters.requests += 1
         counters.in_flight += 1
 
@@ -146,7 +146,7 @@ class Shell:
         """The request is over: count it, write its usage record, forget it."""
         del self.completions[completion.id]
         now = self.now()
-        counters = self.metrics.model(completion.asked.model)
+        counters = completion.counters
         counters.in_flight -= 1
         counters.duration_s.observe(now - completion.arrived_t)
         outcome = completion.refusal or reason.value

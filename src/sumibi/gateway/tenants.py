@@ -56,7 +56,9 @@ class Tenants:
         if tenant is None:
             scheme, _, key = authorization.partition(b" ")
             digest = hashlib.sha256(key.strip()).hexdigest() if scheme.lower() == b"bearer" else ""
-            tenant = self._tenant_of_digest.get(digest, ANONYMOUS)
+            tenant = self._tenant_of_digest.get(digest)
+            if tenant is None:
+                return ANONYMOUS  # not remembered: clients can make up as many as they like
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[authorization] = tenant
