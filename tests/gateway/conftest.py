@@ -209,6 +209,8 @@ class FakeEngine:
         self.models = [MODEL]
         self.root = ""
         """Where the weights of all its models are, as it says."""
+        self.parents: dict[str, str] = {}
+        """Adapter -> the model it is for."""
         self.metrics = {"vllm:num_requests_running": 0.0, "vllm:num_requests_waiting": 0.0}
         self.process_start_s = 1000.0
         self.events: FakePublisher | None = None
@@ -269,7 +271,12 @@ class FakeEngine:
                 await respond_json(
                     writer,
                     200,
-                    {"data": [{"id": m, "root": self.root, "max_model_len": 4096} for m in self.models]},
+                    {
+                        "data": [
+                            {"id": m, "root": self.root, "parent": self.parents.get(m), "max_model_len": 4096}
+                            for m in self.models
+                        ]
+                    },
                 )
             case "/metrics":
                 page = "".join(f'{k}{{engine="0"}} {v}\n' for k, v in self.metrics.items())

@@ -1,9 +1,11 @@
 """Engines that come, go, restart and tell what their caches hold."""
 
 import asyncio
+import json
 import socket
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sumibi.core.keys import extend_keys, root_key
 from sumibi.core.kvevents import AllBlocksCleared, BlockStored
@@ -281,6 +283,28 @@ async def test_prompts_are_tokenised_by_one_engine_once_when_there_is_no_tokeniz
             assert (await it.ask(CHAT, body)).status == 200
         assert first.tokenize_calls + second.tokenize_calls - before == 1
         assert it.gateway.router.decisions(1)[0].prompt_tokens == len(TOKENS)
+
+
+async def test_adapters_share_the_reader_of_their_model_and_have_keys_of_their_own(lab, tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.save(str(tmp_path / "tokenizer.json"))
+    async with lab() as it:
+        engine = await it.engine()
+        engine.models, engine.root = ["test-model", "adapter", "another"], str(tmp_path)
+        engine.parents = {"adapter": "test-model", "another": "test-model"}
+        gateway = await it.start(record=tmp_path / "record")
+        for model in engine.models:
+            await ask(it, {"model": model, "prompt": "a" * 2 * BLOCK})
+        await gateway.stop(1.0)
+        log = map(json.loads, (tmp_path / "record" / "events.jsonl").read_text().splitlines())
+        keys = [event["keys"] for event in log if event["type"] == "Arrived"]
+        ids = bytewise.encode("a" * 2 * BLOCK).ids
+        assert keys == [extend_keys(root_key(model), ids, BLOCK) for model in engine.models]
+        readers = gateway.readers.readers
+        assert len({id(readers[model].reader) for model in engine.models}) == 1
+        assert gateway.snapshot().reader_mismatches == {"test-model": 0}
 
 
 async def test_without_any_tokenizer_prompts_are_still_told_apart(lab):

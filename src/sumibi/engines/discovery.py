@@ -45,6 +45,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Served models and adapters."""
     roots: tuple[str, ...]
     """For each model where its weights came from, as the engine says (a path on *its* machine, or a name)."""
+    parents: tuple[str | None, ...]
+    """For each model the one it is an adapter of."""
     aliases: tuple[str, ...]
     """Of `models`, the names of the first one: it has the same weights under all of them."""
     max_model_tokens: int | None
@@ -120,6 +122,7 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
         url=url,
         models=tuple(model.id for model in models),
         roots=tuple(model.root or "" for model in models),
+        parents=tuple(model.parent for model in models),
         aliases=_aliases(models),
         max_model_tokens=min((m.max_model_len for m in models if m.max_model_len), default=None),
         ranks=tuple(

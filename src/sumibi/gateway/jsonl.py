@@ -44,7 +44,12 @@ class JsonlLog:
         while True:
             await asyncio.sleep(_FLUSH_S)
             if self._waiting:
-                await asyncio.to_thread(self._write, self._take())
+                writing = asyncio.ensure_future(asyncio.to_thread(self._write, self._take()))
+                try:
+                    await asyncio.shield(writing)
+                except asyncio.CancelledError:
+                    await writing  # or what `flush` writes next would stand before it
+                    raise
 
     def flush(self) -> None:
         """Write what is waiting now. Never raises for a disk that fails."""

@@ -130,7 +130,8 @@ class Gateway:
                 counters.connections_opened = upstream.opened_total
                 counters.stale_connections = upstream.stale_total
         readers = {name: reader for name, reader in self.readers.readers.items() if name == reader.name}
-        stats = {name: reader.reader.stats() for name, reader in readers.items()}
+        shared = {id(reader.reader): name for name, reader in reversed(readers.items())}
+        stats = {name: readers[name].reader.stats() for name in shared.values()}
         return Snapshot(
             metrics=self.metrics,
             router=self.router.counters(),

@@ -46,20 +46,28 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class Shared(NamedTuple):
+    """What models with the same tokenizer (a model and its adapters) have in common."""
+
+    reader: PromptReader
+    turn: asyncio.Lock
+    """A reader is for one at a time."""
+
+
 class ModelReader:
     """Reads the prompts of one model, whichever of its names they ask for."""
 
-    def __init__(self, name: str, source: Source, reader: PromptReader, engine_url: str = "") -> None:
+    def __init__(self, name: str, source: Source, shared: "Shared", engine_url: str = "") -> None:
         self.name = name
         """What its prompts are hashed under, and its name at `engine_url`; empty: whatever they ask for."""
         self.source = source
-        self.reader = reader
+        self.reader = shared.reader
         self.asked = 0
         """Questions to the engine's /tokenize."""
         self.failed = 0
         """Of these, the ones without an answer: their prompts got byte keys."""
         self._engine_url = engine_url
-        self._turn = asyncio.Lock()
+        self._turn = shared.turn
 
     def read(self, asked: PromptRequest, body_bytes: int) -> Prompt | None:
         """The prompt's keys, None if they take longer: then `read_later` has them. Raises BadRequest."""
@@ -75,7 +83,7 @@ class ModelReader:
         asked = self._by_name(asked)
         if self.source is Source.ENGINE:
             return await self._read_remotely(asked)
-        async with self._turn:  # a reader is for one at a time
+        async with self._turn:
             if body_bytes > _LONG_BYTES:
                 return await asyncio.to_thread(self.reader.read, asked)
             return self.reader.read(asked)
@@ -107,8 +115,7 @@ class _Found(NamedTuple):
     """Where the tokens of a model will come from."""
 
     source: Source
-    tokenizer: Tokenizer | None = None
-    template: ChatTemplate | None = None
+    directory: Path | None = None
     engine_url: str = ""
 
 
@@ -125,12 +132,14 @@ class ModelReaders:
         """`block_tokens` and `key_name` are the router's: it says how prompts for a model are hashed."""
         self.readers: dict[str, ModelReader] = {}
         """By name; the names of one model share a reader."""
-        self.unknown = ModelReader("", Source.BYTES, PromptReader())
+        self.unknown = ModelReader("", Source.BYTES, Shared(PromptReader(), asyncio.Lock()))
         """For requests that come before any engine was seen: whether their model exists is not known yet."""
         self._directory = tokenizer
         self._block_tokens = block_tokens
         self._key_name = key_name
         self._loaded: dict[Path, tuple[Tokenizer, ChatTemplate | None]] = {}
+        self._shared: dict[tuple[Path | None, int], Shared] = {}
+        """By tokenizer directory and block size: with adapters that come and go, memory stays bounded."""
         self._found: dict[str, _Found] = {}
 
     def load_given(self) -> None:
@@ -140,9 +149,12 @@ class ModelReaders:
 
     async def find(self, info: EngineInfo) -> None:
         """Find out where the tokens of an engine's models will come from."""
-        for model, root in zip(info.models, info.roots, strict=True):
+        for model, root, parent in zip(info.models, info.roots, info.parents, strict=True):
             if model not in self._found:
-                self._found[model] = await self._source(model, root, info.url)
+                known = self._found.get(parent or "")
+                if known is None or known.source is not Source.LOCAL:
+                    known = await self._source(model, root, info.url)
+                self._found[model] = known  # an adapter's prompts are read as its model's
 
     def bind(self, info: EngineInfo) -> None:
         """Make the readers of an engine's models that have none yet."""
@@ -153,27 +165,31 @@ class ModelReaders:
                     self.readers[each] = self.readers.get(name) or self._reader(each)
 
     def _reader(self, model: str) -> ModelReader:
-        found = self._found[model]
-        reader = PromptReader(found.tokenizer, found.template, block_tokens=self._block_tokens(model))
-        log.info("%s: prompts are read with %s", model, _EXPLAINED[found.source])
-        return ModelReader(model, found.source, reader, found.engine_url)
+        source, directory, engine_url = self._found[model]
+        like = directory, self._block_tokens(model)
+        if like not in self._shared:
+            tokenizer, template = self._loaded[directory] if directory is not None else (None, None)
+            reader = PromptReader(tokenizer, template, block_tokens=like[1])
+            self._shared[like] = Shared(reader, asyncio.Lock())
+        log.info("%s: prompts are read with %s", model, _EXPLAINED[source])
+        return ModelReader(model, source, self._shared[like], engine_url)
 
     async def _source(self, model: str, root: str, engine_url: str) -> _Found:
         directory = self._directory or _local_directory(root)
         if directory is not None:
             try:
-                return _Found(Source.LOCAL, *await asyncio.to_thread(self._load, directory))
+                await asyncio.to_thread(self._load, directory)
+                return _Found(Source.LOCAL, directory)
             except ModelError as cause:
                 log.warning("%s: no tokenizer from %s: %s", model, directory, cause)
         if await _tokenizes(engine_url, model):
             return _Found(Source.ENGINE, engine_url=engine_url)
         return _Found(Source.BYTES)
 
-    def _load(self, directory: Path) -> tuple[Tokenizer, ChatTemplate | None]:
+    def _load(self, directory: Path) -> None:
         if directory not in self._loaded:
             tokenizer = Tokenizer.load(directory)
             self._loaded[directory] = tokenizer, ChatTemplate.load(directory, tokenizer)
-        return self._loaded[directory]
 
 
 _EXPLAINED = {
