@@ -456,13 +456,13 @@ def test_the_cause_of_a_changed_grade_is_what_is_so():
     old, new = Engine(20), Engine(20, process=1)
     lab = Lab()
     fields = {"has_events": True, "has_replay": True, "process_start_s": 1.0}
-    assert causes(lab.up("e", **fields)) == ["its KV events are being asked for again"]
+    assert causes(lab.up("e", **fields)) == ["its KV events are being replayed"]
     assert causes(lab.replay("e", old, 0)) == ["its KV events are complete"]
     publish(lab, old, P1)
     assert causes(lab.tell(EndpointSuspect, endpoint="e", cause="stream broke")) == ["stream broke"]
     said = causes(lab.replay("e", new, 0)) + causes(lab.replay("e", new, 0))
     assert said == [
-        "batch 0 is unknown to the engine; its KV events are being asked for again",
+        "batch 0 is unknown to the engine; its KV events are being replayed",
         "its KV events are complete",
     ]
     lost = lab.up("e", **fields | {"has_events": False})

@@ -125,7 +125,6 @@ class Completion:
         self._answered = False  # a byte of an answer went to the client
         self._ended = False  # its end, too
         self._chunked = False
-        self._passing = False  # an engine's error answer is being passed on; the router is done with it
         self._over = False
 
     def arrive(self, prompt: Prompt) -> None:
@@ -203,7 +202,6 @@ class Completion:
                 failed.cancel()
             return
         self._call = failed
-        self._passing = True
         self._close(reason, None)
 
     def answer_body(self, pieces: list[bytes], *, last: bool) -> None:

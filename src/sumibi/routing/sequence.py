@@ -112,7 +112,7 @@ class Sequence:
     def gap(self) -> str:
         """Why what was applied may not be all that matters; empty: the index equals the cache."""
         if self.replaying:
-            return "its KV events are being asked for again"
+            return "its KV events are being replayed"
         if self._doubted:
             return "it may be another process, and its KV events cannot be asked for again"
         return self._missed
