@@ -18,8 +18,7 @@ from math import exp, log
 
 from sumibi.core.latency import LatencyModel
 
-WIDEST = 8.0
-BAND = log(WIDEST)
+BAND = log(8.0)
 """Factors stay within exp(±BAND) of the start."""
 CLIP = 1.0
 """An observation's log error counts up to this."""
@@ -34,7 +33,7 @@ OWN_DELAY = 20
 class Factors:
     """Log factors on the coefficients of a latency model, and how often they were taught."""
 
-    __slots__ = ("decode", "decode_lessons", "factors", "fixed", "lessons", "prefill_lessons", "work")
+    __slots__ = ("decode", "decode_lessons", "fixed", "lessons", "prefill_lessons", "work")
 
     def __init__(self) -> None:
         self.fixed = 0.0
@@ -44,13 +43,6 @@ class Factors:
         self.decode_lessons = 0
         self.lessons = 0
         """Of both kinds: changes with every change of a factor."""
-        self.factors = (1.0, 1.0, 1.0)
-        """Not as logarithms: fixed, work, decode."""
-
-    def taught(self) -> None:
-        """A lesson was taken into the logarithms."""
-        self.lessons += 1
-        self.factors = exp(self.fixed), exp(self.work), exp(self.decode)
 
 
 class Learner:
@@ -86,11 +78,9 @@ class Learner:
         if self._seen == shared.lessons:
             return
         self._seen = shared.lessons
-        fixed, work, decode = shared.factors
-        own_fixed, own_work, own_decode = own.factors
-        self.fixed_factor = min(max(fixed * own_fixed, 1 / WIDEST), WIDEST)
-        self.work_factor = min(max(work * own_work, 1 / WIDEST), WIDEST)
-        self.decode_factor = min(max(decode * own_decode, 1 / WIDEST), WIDEST)
+        self.fixed_factor = exp(_clip(shared.fixed + own.fixed, BAND))
+        self.work_factor = exp(_clip(shared.work + own.work, BAND))
+        self.decode_factor = exp(_clip(shared.decode + own.decode, BAND))
 
     def observe_prefill(self, actual_s: float, prefills: int, start_work_s: float) -> None:
         """`prefills` prefills whose work was `start_work_s` by the start's coefficients took `actual_s`."""
@@ -107,7 +97,7 @@ class Learner:
             factors.fixed = _clip(factors.fixed + rate * error * share, BAND)
             factors.work = _clip(factors.work + rate * error * (1 - share), BAND)
             factors.prefill_lessons += 1
-            factors.taught()
+            factors.lessons += 1
         self.sync()
 
     def observe_decode(self, actual_step_s: float, sequences: float, mean_context_tokens: float) -> None:
@@ -121,7 +111,7 @@ class Learner:
         for factors, rate in zip((self._shared, self._own), _rates(self._shared.decode_lessons), strict=True):
             factors.decode = _clip(factors.decode + rate * error, BAND)
             factors.decode_lessons += 1
-            factors.taught()
+            factors.lessons += 1
         self.sync()
 
 
