@@ -413,6 +413,22 @@ def test_computed_blocks_count_until_their_events_come():
     assert lab.candidates("4")["a"].pending_tokens == 0
 
 
+def test_a_name_of_a_request_that_is_used_again_does_not_keep_blocks_pending():
+    """Clients choose names: the second `r` begins and ends while events of the first are still due."""
+    lab = Lab(policy="round-robin")
+    lab.up("a", "b", has_events=True)
+    homes = []
+    for name in ("p", "q"):
+        homes.append(lab.ask("r", prompt(name, 10 * BLOCK)))
+        lab.first("r")
+        lab.finish("r", dt=0.1)
+    assert homes == ["a", "b"]
+    lab.tell(Tick, dt=60.0)
+    for name in ("p", "q"):
+        lab.ask("1" + name, [*prompt(name, 10 * BLOCK), 1])
+        assert {c.pending_tokens for c in lab.candidates("1" + name).values()} == {0}
+
+
 def test_usage_below_the_prediction_forgets_what_is_older_than_the_loss():
     lab = lab_with("a")
     for name in ("old", "lost", "young"):

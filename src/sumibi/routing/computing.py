@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.index import BlockIndex
-from sumibi.routing.ledger import Owner
 from sumibi.routing.requests import Attempt, Request
 
 
@@ -21,13 +20,14 @@ class Computing:
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        self._prompts: dict[Endpoint, dict[Owner, tuple[Request, Attempt]]] = {}
-        self._ended: dict[Owner, Attempt] = {}
-        """Those whose attempt is over: they have until `settled_by_t`."""
+        self._prompts: dict[Endpoint, dict[Attempt, Request]] = {}
+        """By attempt, not by request: clients may use the name of a request again."""
+        self._ended: dict[Attempt, None] = {}
+        """Attempts that are over: they have until `settled_by_t`."""
 
     def begin(self, request: Request, attempt: Attempt) -> None:
         """It was placed: its blocks are pending there."""
-        self._prompts.setdefault(attempt.endpoint, {})[request.owner] = (request, attempt)
+        self._prompts.setdefault(attempt.endpoint, {})[attempt] = request
 
     def computed(self, request: Request, attempt: Attempt, t: float) -> None:
         """Its prefill is over; the events may have come before."""
@@ -37,23 +37,22 @@ class Computing:
         """Its attempt is over."""
         feed = attempt.endpoint.feed
         if computed and attempt.current and feed is not None and request.announced(attempt.endpoint):
-            if request.owner in self._prompts.get(attempt.endpoint, ()):
+            if attempt in self._prompts.get(attempt.endpoint, ()):
                 attempt.settled_by_t = t + feed.lag_s
-                self._ended[request.owner] = attempt
+                self._ended[attempt] = None
         else:
-            self._forget(request.owner, attempt)
+            self._forget(attempt)
 
     def announced(self, endpoint: Endpoint, t: float) -> None:
         """Events of `endpoint` were taken into the index."""
-        for request, attempt in list(self._prompts.get(endpoint, {}).values()):
+        for attempt, request in list(self._prompts.get(endpoint, {}).items()):
             if attempt.first_token_t is not None:
                 self._settle(request, attempt, t)
 
     def expire(self, t: float) -> None:
         """Let go of what should have been announced by now."""
-        late = [owner for owner, attempt in self._ended.items() if attempt.settled_by_t < t]
-        for owner in late:
-            self._forget(owner, self._ended[owner])
+        for attempt in [attempt for attempt in self._ended if attempt.settled_by_t < t]:
+            self._forget(attempt)
 
     def pending(
         self, keys: Sequence[int], length: int, have: dict[Endpoint, int], t: float
@@ -66,13 +65,14 @@ class Computing:
             known = have.get(endpoint)
             if known is None:
                 continue
-            for owner, (request, attempt) in prompts.items():
+            for attempt, request in prompts.items():
                 theirs = request.event.keys
                 if known >= length or known >= len(theirs) or keys[known] != theirs[known]:
                     continue
                 if attempt.life is endpoint.load:
                     known = _common(keys, theirs, known + 1, min(length, len(theirs)))
-                    computing = owner in attempt.life.prefills
+                    owner = request.owner
+                    computing = attempt.first_token_t is None and owner in attempt.life.prefills
                     found[endpoint] = (known, endpoint.prefill_left_s(t, owner) if computing else 0.0)
         return found
 
@@ -83,13 +83,13 @@ class Computing:
         if not keys or self._index.holds(feed.device, keys[-1]):
             assert attempt.first_token_t is not None
             feed.learn_lag(t - attempt.first_token_t)
-            self._forget(request.owner, attempt)
+            self._forget(attempt)
 
-    def _forget(self, owner: Owner, attempt: Attempt) -> None:
-        self._ended.pop(owner, None)
+    def _forget(self, attempt: Attempt) -> None:
+        self._ended.pop(attempt, None)
         prompts = self._prompts.get(attempt.endpoint)
         if prompts is not None:
-            prompts.pop(owner, None)
+            prompts.pop(attempt, None)
             if not prompts:
                 del self._prompts[attempt.endpoint]
 
