@@ -285,6 +285,26 @@ async def test_prompts_are_tokenised_by_one_engine_once_when_there_is_no_tokeniz
         assert it.gateway.router.decisions(1)[0].prompt_tokens == len(TOKENS)
 
 
+async def test_an_engine_that_can_tokenise_takes_over_from_those_that_cannot_any_more(lab):
+    async with lab() as it:
+        _, second, third = await it.engine(), await it.engine(), await it.engine()
+        second.tokens = third.tokens = TOKENS
+        await second.stop()
+        await third.stop()
+        gateway = await it.start_only()
+        await it.until(lambda: gateway.watches[0].up)
+        assert gateway.snapshot().reader_sources == {"test-model": "bytes"}
+        for engine, watch in zip(it.engines[1:], gateway.watches[1:], strict=True):
+            await engine.start()
+            await it.until(lambda watch=watch: watch.up)
+        assert gateway.snapshot().reader_sources == {"test-model": "engine"}
+        second.tokens = None
+        for text in ("one", "two", "three"):
+            await ask(it, completion(text))
+        lengths = [decision.prompt_tokens for decision in gateway.router.decisions()]
+        assert lengths == [1, len(TOKENS), len(TOKENS)]  # one was counted in bytes before the third was asked
+
+
 async def test_adapters_share_the_reader_of_their_model_and_have_keys_of_their_own(lab, tmp_path):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))

@@ -3,11 +3,13 @@
 In this order: the directory given by `--tokenizer`; the directory an engine names as its model's root, if
 it is on this machine; one engine's /tokenize, asked once per prompt that is not remembered; else keys over
 chunks of bytes, which are comparable among themselves and to nothing an engine says. Which one it is, is
-logged when the model is first seen and exported as a metric.
+logged when the model is first seen and exported as a metric; chunks of bytes are given up as soon as an
+engine comes up that knows better.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -57,16 +59,17 @@ class Shared(NamedTuple):
 class ModelReader:
     """Reads the prompts of one model, whichever of its names they ask for."""
 
-    def __init__(self, name: str, source: Source, shared: "Shared", engine_url: str = "") -> None:
+    def __init__(self, name: str, source: Source, shared: Shared) -> None:
         self.name = name
-        """What its prompts are hashed under, and its name at `engine_url`; empty: whatever they ask for."""
+        """What its prompts are hashed under, and its name at `engines`; empty: whatever they ask for."""
         self.source = source
         self.reader = shared.reader
         self.asked = 0
         """Questions to the engine's /tokenize."""
         self.failed = 0
         """Of these, the ones without an answer: their prompts got byte keys."""
-        self._engine_url = engine_url
+        self.engines: deque[str] = deque()
+        """URLs of those that tokenise; the first one is asked, and goes last when it does not answer."""
         self._turn = shared.turn
 
     def read(self, asked: PromptRequest, body_bytes: int) -> Prompt | None:
@@ -95,7 +98,8 @@ class ModelReader:
 
     async def _read_remotely(self, asked: PromptRequest) -> Prompt:
         """Ask the engine for the prompt's tokens; byte keys if it does not answer."""
-        host, port = address_of(self._engine_url)
+        url = self.engines[0]
+        host, port = address_of(url)
         self.asked += 1
         try:
             question = _tokenize_body(asked)
@@ -106,7 +110,9 @@ class ModelReader:
         except (EngineUnavailable, msgspec.MsgspecError) as cause:
             self.failed += 1
             if self.failed == 1:
-                log.warning("%s: cannot tokenize there (%s); using byte keys", self._engine_url, cause)
+                log.warning("%s: cannot tokenize there (%s); using byte keys", url, cause)
+            if self.engines[0] == url:
+                self.engines.rotate(-1)
             return self.reader.read(asked)
         return self.reader.read_tokens(asked, tokens)
 
@@ -116,7 +122,6 @@ class _Found(NamedTuple):
 
     source: Source
     directory: Path | None = None
-    engine_url: str = ""
 
 
 class ModelReaders:
@@ -150,7 +155,7 @@ class ModelReaders:
     async def find(self, info: EngineInfo) -> None:
         """Find out where the tokens of an engine's models will come from."""
         for model, root, parent in zip(info.models, info.roots, info.parents, strict=True):
-            if model not in self._found:
+            if model not in self._found or self._found[model].source is Source.BYTES:
                 known = self._found.get(parent or "")
                 if known is None or known.source is not Source.LOCAL:
                     known = await self._source(model, root, info.url)
@@ -159,20 +164,25 @@ class ModelReaders:
     def bind(self, info: EngineInfo) -> None:
         """Make the readers of an engine's models that have none yet."""
         for model in info.models:
+            if model not in self._found:
+                continue
             name = self._key_name(model)
-            for each in (name, model):
-                if each not in self.readers and each in self._found:
-                    self.readers[each] = self.readers.get(name) or self._reader(each)
+            reader = self.readers.get(name)
+            if reader is None or reader.source is not self._found[name].source:
+                reader = self.readers[name] = self._reader(name)
+            self.readers[model] = reader
+            if reader.source is Source.ENGINE and name in info.models and info.url not in reader.engines:
+                reader.engines.append(info.url)
 
     def _reader(self, model: str) -> ModelReader:
-        source, directory, engine_url = self._found[model]
+        source, directory = self._found[model]
         like = directory, self._block_tokens(model)
         if like not in self._shared:
             tokenizer, template = self._loaded[directory] if directory is not None else (None, None)
             reader = PromptReader(tokenizer, template, block_tokens=like[1])
             self._shared[like] = Shared(reader, asyncio.Lock())
         log.info("%s: prompts are read with %s", model, _EXPLAINED[source])
-        return ModelReader(model, source, self._shared[like], engine_url)
+        return ModelReader(model, source, self._shared[like])
 
     async def _source(self, model: str, root: str, engine_url: str) -> _Found:
         directory = self._directory or _local_directory(root)
@@ -183,7 +193,7 @@ class ModelReaders:
             except ModelError as cause:
                 log.warning("%s: no tokenizer from %s: %s", model, directory, cause)
         if await _tokenizes(engine_url, model):
-            return _Found(Source.ENGINE, engine_url=engine_url)
+            return _Found(Source.ENGINE)
         return _Found(Source.BYTES)
 
     def _load(self, directory: Path) -> None:
