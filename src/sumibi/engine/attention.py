@@ -166,7 +166,7 @@ class _Chunk:
 
     def __init__(self, query: Query, shape: HeadShape, block_tokens: int, out: Tensor) -> None:
         """`out` is the plan's, [rows, kv_heads, group, head_dim]."""
-        self._shape = shape
+        self._shape, self._block_tokens = shape, block_tokens
         self._count, self._start = query.rows, query.start
         blocks = -(-(query.start + query.rows) // block_tokens)
         self._tokens = blocks * block_tokens
@@ -198,11 +198,13 @@ class _Chunk:
         group = self._shape.group
         for first in range(0, self._count, TILE_ROWS):
             last = min(first + TILE_ROWS, self._count)
-            here, count, seen = slice(first * group, last * group), last - first, self._start + last
+            here, count = slice(first * group, last * group), last - first
+            # Whole blocks: every shape of a product is set up once and then kept, at 0.5 MB (see `linear`).
+            seen = -(-(self._start + last) // self._block_tokens) * self._block_tokens
             scores = self._scores[: count * group * seen].view(count * group, seen)
             torch.mm(query[here], keys[:, :seen], out=scores).exp2_()
-            # Later tokens' weights become zero: above the diagonal that ends in the tile's last corner.
-            scores.view(count, group, seen).transpose(0, 1).tril_(seen - count)
+            # Token i of the tile sees as far as itself; what comes later gets no weight.
+            scores.view(count, group, seen).transpose(0, 1).tril_(self._start + first)
             torch.sum(scores, -1, True, out=sums[here])
             torch.mm(scores, values[:seen], out=attended[here])
 

@@ -9,6 +9,7 @@ the right answer on a probe the plain form is used, which is also the form on CU
 
 import functools
 import logging
+import os
 from typing import Protocol
 
 import torch
@@ -22,6 +23,21 @@ CPU_MIN_ROWS = 4
 
 _FUSED_MIN_ROWS = 32
 """With fewer rows a fused product's set-up (8 to 15 us) costs more than the operation that it saves."""
+
+
+_SHAPES_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "64"}
+"""oneDNN compiles a kernel for every shape of a product and keeps the last 1,024, at 0.3 to 1 MB each (torch
+a second list for its linears): over a day of prompts of all lengths that is a gigabyte. A step has 12 shapes
+of linears and two for each tile of a prefill; compiling one takes under 1 ms."""
+
+
+def limit_kept_shapes() -> None:
+    """Bound the memory of compiled products; what the user's environment says wins.
+
+    Has an effect only before the first product of the process: oneDNN reads its environment then.
+    """
+    for name, value in _SHAPES_KEPT.items():
+        os.environ.setdefault(name, value)
 
 
 class Linear(Protocol):

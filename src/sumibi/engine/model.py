@@ -24,7 +24,7 @@ from torch import Tensor
 from sumibi.engine.attention import AttentionPlan, HeadShape, Query
 from sumibi.engine.batch import SequenceStep, StepBatch
 from sumibi.engine.checkpoint import CheckpointWeights, ModelConfig, WeightSource, read_config
-from sumibi.engine.linear import CPU_MIN_ROWS, Linear, make_linear
+from sumibi.engine.linear import CPU_MIN_ROWS, Linear, limit_kept_shapes, make_linear
 from sumibi.engine.rope import RotaryTable, Rotation
 
 BITS = math.log2(math.e)
@@ -65,6 +65,7 @@ class Model:
         num_blocks: int,
         threads: int,
     ) -> None:
+        limit_kept_shapes()
         torch.set_num_threads(threads)
         self.config = config
         self.dtype = DTYPES[dtype]
