@@ -69,6 +69,13 @@ async def test_names_of_the_same_weights_are_aliases_and_adapters_are_not(models
         assert (await discover(url)).aliases == aliases
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/kv_event_sources"])
+async def test_an_engine_that_cannot_answer_now_is_not_taken_for_one_that_has_nothing_to_say(path):
+    async with engine(routes() | {path: (503, b"busy")}) as url:
+        with pytest.raises(EngineUnavailable, match=f"{path} answered 503"):
+            await discover(url)
+
+
 async def test_ranks_come_with_their_own_event_sources():
     sources = {
         "0": {

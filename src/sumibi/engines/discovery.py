@@ -106,16 +106,14 @@ async def scrape(url: str, *, timeout_s: float = 2.0) -> bytes:
 async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
     """Ask the engine at `url` what it is.
 
-    Raises EngineUnavailable while it is not (yet) up, WireError when it answers something else than an
-    engine would. An engine without /metrics or /kv_event_sources is fine: it is known less well.
+    Raises EngineUnavailable while it is not (yet) up or leaves a question open, WireError when it answers
+    something else than an engine would. An engine that says it has no /metrics or /kv_event_sources is
+    fine: it is known less well.
     """
     if not await healthy(url, timeout_s=timeout_s):
         raise EngineUnavailable(f"{url}/health says it is not ready")
     models = await _models(url, timeout_s)
-    try:
-        page = await scrape(url, timeout_s=timeout_s)
-    except EngineUnavailable:
-        page = b""
+    page = await _page(url, "/metrics", timeout_s)
     sources = await _event_sources(url, timeout_s)
     ranks = max(sources, default=0) + 1
     return EngineInfo(
@@ -160,11 +158,9 @@ def _aliases(models: list[_Model]) -> tuple[str, ...]:
 async def _event_sources(url: str, timeout_s: float) -> dict[int, EventSource]:
     """Rank -> source, by the resolved configuration; empty if the engine publishes none or cannot say."""
     try:
-        reply = await ask(*address_of(url), "/kv_event_sources", timeout_s=timeout_s)
-        if reply.status != 200:
-            return {}
-        configs = msgspec.json.decode(reply.body, type=dict[int, _EventConfig | None])
-    except (EngineUnavailable, msgspec.MsgspecError):
+        page = await _page(url, "/kv_event_sources", timeout_s)
+        configs = msgspec.json.decode(page or b"{}", type=dict[int, _EventConfig | None])
+    except msgspec.MsgspecError:
         return {}
     host = address_of(url)[0]
     return {
@@ -175,6 +171,14 @@ async def _event_sources(url: str, timeout_s: float) -> dict[int, EventSource]:
         and config.enable_kv_cache_events
         and config.publisher == "zmq"
     }
+
+
+async def _page(url: str, path: str, timeout_s: float) -> bytes:
+    """What an engine may have to say; empty if it has no such page. Raises EngineUnavailable."""
+    reply = await ask(*address_of(url), path, timeout_s=timeout_s)
+    if reply.status >= 500:
+        raise EngineUnavailable(f"{url}{path} answered {reply.status}")
+    return reply.body if reply.status == 200 else b""
 
 
 def event_source(endpoint: str, replay: str | None, engine_host: str) -> EventSource:

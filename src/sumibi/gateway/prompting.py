@@ -171,6 +171,8 @@ class ModelReaders:
             if reader is None or reader.source is not self._found[name].source:
                 reader = self.readers[name] = self._reader(name)
             self.readers[model] = reader
+            if info.max_model_tokens is not None:
+                reader.reader.allow(info.max_model_tokens)
             if reader.source is Source.ENGINE and name in info.models and info.url not in reader.engines:
                 reader.engines.append(info.url)
 

@@ -194,8 +194,9 @@ class EngineWatch:
             several = rank.rank if len(info.ranks) > 1 else None
             self._shell.targets[rank.endpoint] = Target(self._upstream, self._host_header, several)
             self._tell_up(info, rank)
-        for endpoint in set(before).difference(self.endpoints):
-            self._remove(endpoint)
+        for endpoint in before:
+            if endpoint not in self.endpoints:
+                self._remove(endpoint)
         self._came_up(info)
 
     def _remove(self, endpoint: str) -> None:
