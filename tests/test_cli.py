@@ -52,16 +52,20 @@ def test_help_imports_nothing_heavy(verb):
         (["up", "--engines", "0"], 2, "command line: engines.count is 0"),
         (["up", "--engines", "two"], 2, "--engines"),
         (["up", "--model", "/nowhere/model"], 3, "/nowhere/model"),
+        (["up", "--model", "smollm2-135m-instrct"], 3, "did you mean smollm2-135m-instruct?"),
+        (["up", "--model", "."], 3, "is no checkpoint directory: it has no config.json"),
         (["serve", "--engine", "ftp://x"], 2, "--engine 'ftp://x': want http://HOST:PORT"),
         (["serve"], 2, "--engine"),
         (["engine", "--model", "tiny", "--dtype", "int3"], 2, "--dtype int3 is unknown: use one of auto"),
         (["engine", "--model", "tiny", "--kv-events-config", "{"], 2, "--kv-events-config"),
         (["models", "fetch", "/nowhere/model"], 3, "/nowhere/model"),
         (["decisions", "rerun", "nowhere.jsonl"], 2, "nowhere.jsonl"),
+        (["decisions", "rerun", "garbage.jsonl"], 2, "line 1"),
         (["fly"], 2, "No such command 'fly'"),
     ],
 )
-def test_a_mistake_is_explained_on_stderr_with_its_exit_code(words, code, said, capsys):
+def test_a_mistake_is_explained_on_stderr_with_its_exit_code(words, code, said, capsys, tmp_path):
+    (tmp_path / "garbage.jsonl").write_text("garbage\n")
     assert main(words) == code
     captured = capsys.readouterr()
     assert said in captured.err

@@ -1,6 +1,9 @@
 """What the doctor says of things that are not well: each has a verdict and a fix."""
 
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -106,6 +109,54 @@ def test_a_cache_that_is_not_known_exactly_is_shown_with_the_reason(view, verdic
     (check,) = doctor.check_caches(running(endpoints=[view]))
     assert check.verdict is verdict
     assert said in check.found
+
+
+def test_a_directory_that_cannot_be_written_is_a_problem_that_names_its_variable(tmp_path):
+    assert doctor.check_writable("x", tmp_path / "not" / "yet", "XDG_STATE_HOME").verdict is Verdict.OK
+    (tmp_path / "file").touch()
+    check = doctor.check_writable("x", tmp_path / "file" / "state", "XDG_STATE_HOME")
+    assert check.verdict is Verdict.PROBLEM
+    assert "set XDG_STATE_HOME" in check.fix
+
+
+@pytest.fixture
+def metrics_page() -> Iterator[Callable[[str], str]]:
+    """Serves a text as /metrics at the URL that it returns."""
+    servers: list[HTTPServer] = []
+
+    def serve(text: str) -> str:
+        class Page(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Page))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,)).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("grade", "verdict", "said"),
+    [
+        (Grade.EXACT, Verdict.OK, "2 so far; every cache is known exactly again"),
+        (Grade.APPROXIMATE, Verdict.WARNING, "2"),
+    ],
+)
+def test_replays_that_failed_are_judged_by_how_well_caches_are_known_now(metrics_page, grade, verdict, said):
+    status = running(endpoints=[endpoint(grade=grade)])
+    assert status.stack is not None
+    status.stack.url = metrics_page('sumibi_kv_event_replays_failed_total{endpoint="e"} 2\n')
+    (check,) = doctor.check_fallbacks(status)
+    assert (check.verdict, check.found) == (verdict, said)
 
 
 def test_a_gateway_that_does_not_answer_is_a_problem():

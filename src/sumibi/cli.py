@@ -27,7 +27,7 @@ app = typer.Typer(
         "Start here:\n"
         "  sumibi up         a gateway and two engines on this machine, in the background\n"
         "  sumibi status     what runs, and how warm it is\n"
-        "  sumibi demo       see what KV-aware routing is worth, in two minutes\n"
+        "  sumibi demo       see what KV-aware routing is worth (takes a few minutes)\n"
         "  sumibi down       stop it\n"
         "In front of your own vLLM servers:\n"
         "  sumibi serve --engine http://host:8001 --engine http://host:8002"
@@ -44,6 +44,9 @@ app.add_typer(decisions, name="decisions")
 app.add_typer(models, name="models")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AdminPort = Annotated[
+    int, typer.Option(help="Where to look for a gateway that `sumibi up` did not start: its admin door.")
+]
 Policy = Annotated[
     str | None,
     typer.Option(help="How a replica is chosen: cost, round-robin or least-loaded. [default: cost]"),
@@ -89,7 +92,8 @@ def up(
     """Start a stack on this machine: a gateway and two engines, one CPU core each.
 
     Returns when everything is ready (a few seconds; the first time the model is fetched and converted)
-    and prints the URL. A stack that already runs is left as it is.
+    and prints the URL. A stack that already runs is left as it is; asking for other settings than it has
+    is an error (exit code 2).
 
     \b
     Examples:
@@ -135,6 +139,8 @@ def demo(
     model: Annotated[str, typer.Option(help="As for `sumibi up`.")] = "smollm2-135m-instruct",
 ) -> None:
     """Show what KV-aware routing is worth: bring a stack up, play a script, compare, tear it down.
+
+    Takes a few minutes.
 
     Six short phases show prefixes being computed once and found again; a seventh puts eight
     conversations under cache pressure, once under the `cost` policy and once under `round-robin`.
@@ -315,21 +321,23 @@ def engine(
 
 
 @app.command(short_help="What runs, and how warm it is.")
-def status(json: Json = False) -> None:
+def status(json: Json = False, admin_port: AdminPort = 8080) -> None:
     """What runs on this machine: processes, endpoints, how well their caches are known.
+
+    Without a stack of `sumibi up`, a gateway of `sumibi serve` is looked for at the admin port.
 
     The exit code is 0 if everything is ready, 1 if not (or nothing runs).
     """
     from sumibi import console
     from sumibi.status import read_status
 
-    found = read_status(_state_dir())
+    found = read_status(_state_dir(), admin_port)
     console.print_status(found, json=json)
     raise typer.Exit(0 if found.ready else 1)
 
 
 @app.command(short_help="Check this machine and what runs on it.")
-def doctor(json: Json = False) -> None:
+def doctor(json: Json = False, admin_port: AdminPort = 8080) -> None:
     """Check this machine and what runs on it; every problem is printed with its fix.
 
     The exit code is 1 if there is a problem (a warning is none).
@@ -337,12 +345,12 @@ def doctor(json: Json = False) -> None:
     from sumibi import console
     from sumibi.doctor import Verdict, examine
 
-    checks = examine(_state_dir())
+    checks = examine(_state_dir(), admin_port)
     console.print_checks(checks, json=json)
     raise typer.Exit(1 if any(check.verdict is Verdict.PROBLEM for check in checks) else 0)
 
 
-@decisions.command()
+@decisions.command(short_help="Recompute every pick of a decision log.")
 def rerun(
     file: Annotated[Path, typer.Argument(help="A decision log, as `sumibi serve --record DIR` writes it.")],
     policy: Annotated[
@@ -368,7 +376,7 @@ def rerun(
     raise typer.Exit(0 if policy or all(one.same for one in reruns) else 1)
 
 
-@models.command()
+@models.command(short_help="Fetch the built-in model, or check a directory.")
 def fetch(
     name: Annotated[str, typer.Argument(help="The built-in model's name, or a directory to check.")] = (
         "smollm2-135m-instruct"

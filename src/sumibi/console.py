@@ -108,17 +108,26 @@ def print_status(status: Status, *, json: bool) -> None:
     if status.stack is not None:
         console.print(f"{status.stack.url}/v1 serves {status.stack.model}", highlight=False)
         console.print(_processes(status.stack))
+        for child in status.stack.children:
+            if child.exit:
+                console.print(f"{child.name}: last end: {child.exit}", highlight=False, markup=False)
+    if status.by_hand:
+        said = f"gateway with its admin door at {status.by_hand}, not started by `sumibi up`"
+        console.print(said, highlight=False, soft_wrap=True)
     if status.fleet is not None:
         console.print(_endpoints(status.fleet))
+        for one in status.fleet.endpoints:
+            if one.suspect is not None:
+                console.print(f"{_short(one.endpoint)}: {one.suspect}", highlight=False, markup=False)
     if status.problem:
         console.print(status.problem, highlight=False)
 
 
 def _processes(stack: RunRecord) -> "Table":
-    table = _table("process", "state", "pid", "cores", "restarts", "last end")
+    table = _table("process", "state", "pid", "cores", "restarts")
     for child in stack.children:
         cores = ",".join(map(str, child.cores)) or "any"
-        table.add_row(child.name, child.state, str(child.pid or ""), cores, str(child.restarts), child.exit)
+        table.add_row(child.name, child.state, str(child.pid or ""), cores, str(child.restarts))
     return table
 
 
@@ -127,14 +136,18 @@ def _endpoints(fleet: Fleet) -> "Table":
     table = _table("endpoint", "up", "cache is known", "tokens cached", "requests", "wait s")
     for one in fleet.endpoints:
         table.add_row(
-            one.endpoint.removeprefix("http://").removesuffix("#0"),
+            _short(one.endpoint),
             "yes" if one.up else "no",
-            one.grade if one.suspect is None else f"{one.grade} ({one.suspect})",
+            one.grade,
             f"{one.blocks * one.block_tokens} of {one.kv_tokens or '?'}",
             str(one.inflight),
             f"{one.wait_s:.2f}",
         )
     return table
+
+
+def _short(endpoint: str) -> str:
+    return endpoint.removeprefix("http://").removesuffix("#0")
 
 
 def _table(*columns: str) -> "Table":

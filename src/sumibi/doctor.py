@@ -19,7 +19,7 @@ from sumibi.local.runfile import ChildState
 from sumibi.local.updown import taken_ports
 from sumibi.routing.events import Grade
 from sumibi.stack import DEFAULT_FILE, DEFAULT_MODEL, load_stack
-from sumibi.status import Status, read_status
+from sumibi.status import ADMIN_PORT, Status, read_status
 
 _ENGINE_MEMORY_BYTES = 1_200_000_000
 """Resident memory of one replica of the built-in model with 512 KV blocks."""
@@ -46,9 +46,9 @@ class Check:
     fix: str = ""
 
 
-def examine(state_dir: Path) -> list[Check]:
-    """Every check, in the order in which one would fix things."""
-    status = read_status(state_dir)
+def examine(state_dir: Path, admin_port: int = ADMIN_PORT) -> list[Check]:
+    """Every check, in the order in which one would fix things. `admin_port`: as for `read_status`."""
+    status = read_status(state_dir, admin_port)
     machine = [
         check_python(),
         check_cores(),
@@ -57,7 +57,12 @@ def examine(state_dir: Path) -> list[Check]:
         check_zmq(),
         check_model(),
         check_disk(),
+        check_writable("state directory", state_dir, "XDG_STATE_HOME"),
+        check_writable("cache directory", _cache_directory(), "XDG_CACHE_HOME"),
     ]
+    if status.by_hand:  # the usual ports are its own, or its engines'
+        found = f"admin door at {status.by_hand}, not started by `sumibi up`"
+        return [*machine, _ok("gateway", found), *check_caches(status)]
     if not status.running:
         return [*machine, check_ports()]
     return [*machine, *check_processes(status), *check_caches(status), *check_fallbacks(status)]
@@ -173,13 +178,30 @@ def check_model() -> Check:
 
 def check_disk() -> Check:
     """Room to fetch and convert a model."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    existing = next(parent for parent in (cache, *cache.absolute().parents) if parent.exists())
+    existing = _existing(_cache_directory())
     free = shutil.disk_usage(existing).free
     found = f"{free / 1e9:.1f} GB free in {existing}"
     if free >= _MODEL_DISK_BYTES:
         return _ok("disk", found)
     return Check("disk", Verdict.WARNING, found, f"fetching a model takes {_MODEL_DISK_BYTES / 1e9:.1f} GB")
+
+
+def check_writable(name: str, directory: Path, variable: str) -> Check:
+    """Files can be made in `directory`, or it can be made itself."""
+    existing = _existing(directory)
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return _ok(name, f"{directory} can be written")
+    fix = f"make {existing} a directory that you can write, or set {variable} to one"
+    return Check(name, Verdict.PROBLEM, f"{directory} cannot be written", fix)
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sumibi"
+
+
+def _existing(path: Path) -> Path:
+    """`path` or the nearest directory above it that is there."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if os.path.exists(one))
 
 
 def check_ports() -> Check:
@@ -228,16 +250,19 @@ def check_caches(status: Status) -> list[Check]:
         else:
             why = endpoint.suspect or ("no KV events" if not endpoint.has_events else "events have a gap")
             fix = "give the engine --kv-events-config with a replay_endpoint (docs/serve-your-engines.md)"
+            if status.stack is not None:  # our own engines have one
+                fix = "see gateway.log in the state directory"
             checks.append(Check(name, Verdict.WARNING, f"{endpoint.grade}: {why}", fix))
     return checks
 
 
+_REPLAYS_FAILED = "sumibi_kv_event_replays_failed_total"
 _FALLBACKS = {
     "sumibi_prompt_fallbacks_total": "prompts got approximate keys: see gateway.log",
     "sumibi_prompt_mismatches_total": "the fast reading of prompts was wrong and is off: please report it",
     "sumibi_index_refused_blocks_total": "the index is full: fewer endpoints a gateway",
     "sumibi_kv_event_malformed_total": "KV events do not decode: is the engine's version known?",
-    "sumibi_kv_event_replays_failed_total": "missed KV events could not be replayed: set replay_endpoint",
+    _REPLAYS_FAILED: "missed KV events could not be replayed: set replay_endpoint",
     "sumibi_usage_records_dropped_total": "usage records were lost: is the disk full or slow?",
 }
 """Counters of the gateway that are 0 while nothing falls back, with what to do about them."""
@@ -252,9 +277,12 @@ def check_fallbacks(status: Status) -> list[Check]:
     except SumibiError as cause:
         return [Check("gateway", Verdict.PROBLEM, str(cause), "see gateway.log in the state directory")]
     checks = []
+    exact = all(endpoint.grade is Grade.EXACT for endpoint in status.fleet.endpoints)
     for name, fix in _FALLBACKS.items():
         count = sum(sample.value for sample in samples if sample.name == name)
-        if count:
+        if count and name == _REPLAYS_FAILED and exact:
+            checks.append(_ok(name, f"{count:g} so far; every cache is known exactly again"))
+        elif count:
             checks.append(Check(name, Verdict.WARNING, f"{count:g}", fix))
     for sample in samples:
         if sample.name == "sumibi_prompt_source" and sample.labels["source"] != "local":

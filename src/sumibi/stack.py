@@ -156,6 +156,9 @@ def _explain(
         return f"{file or 'command line'}: {error['msg'].removeprefix('Value error, ')}"
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key {name!r}{_suggest(path)}"
+    if error["type"] in ("model_type", "model_attributes_type"):
+        keys = ", ".join(known[-1] for known, _ in _known_keys(Stack) if known[:-1] == path)
+        return f"{where}: {name} is {error['input']!r}: it must be a mapping ({keys})"
     return f"{where}: {name} is {error['input']!r}: {error['msg'].lower()}"
 
 

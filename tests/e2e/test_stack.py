@@ -76,6 +76,14 @@ def test_a_second_up_says_that_it_runs(stack, sumibi):
     assert f"already running at {stack[1]}/v1" in again.stdout
 
 
+def test_an_up_with_other_settings_is_refused_and_says_what_to_do(stack, sumibi):
+    refused = sumibi("up", "--model", "tiny", "--policy", "round-robin")
+    assert refused.returncode == 2
+    assert "gateway.policy cost (not round-robin); `sumibi down` stops it" in refused.stderr
+    assert sumibi("up").returncode == 0
+    assert sumibi("up", "--model", "nowhere").returncode == 3
+
+
 def test_status_shows_every_process_and_knows_every_cache(stack, sumibi):
     shown = sumibi("status")
     assert shown.returncode == 0

@@ -87,6 +87,14 @@ def test_an_engine_that_comes_later_is_found_and_decisions_can_be_rerun(
     spawn("engine", "--model", "tiny", "--port", str(first))
     eventually(lambda: health(url) == 200)
     sent = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    admin_port = ["--admin-port", str(first + 2)]
+    shown = sumibi("status", *admin_port)
+    assert shown.returncode == 0
+    assert f"http://127.0.0.1:{first + 2}, not started by `sumibi up`" in shown.stdout
+    assert f"127.0.0.1:{first} " in shown.stdout
+    examined = sumibi("doctor", *admin_port).stdout
+    assert "not started by `sumibi up`" in examined
+    assert "ports:" not in examined
     for _ in range(3):
         assert httpx.post(f"{url}/v1/chat/completions", json=sent, timeout=30).status_code == 200
     gateway.send_signal(signal.SIGTERM)

@@ -43,6 +43,7 @@ class BadRequest(SumibiError):
 
     status = 400
     code = "invalid_request_error"
+    exit_code = 2
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

@@ -17,6 +17,7 @@ from sumibi.core.errors import EnvironmentProblem
 
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
+STACK_FILE = "stack.json"
 LOCK_FILE = "lock"
 
 

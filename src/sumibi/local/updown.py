@@ -2,9 +2,11 @@
 
 `up` takes the lock, looks for taken ports and makes the model *before* it starts anything, then hands
 the lock to a supervisor process that outlives it. A second `up` finds the lock held and follows the
-first one's run file, so two of them end with one stack and the same answer.
+first one's run file, so two of them end with one stack and the same answer, unless the second one asks
+for settings that the first one does not have.
 """
 
+import difflib
 import os
 import signal
 import socket
@@ -18,11 +20,13 @@ from pathlib import Path
 import msgspec
 
 from sumibi.admin import Admin, wait_for_fleet
-from sumibi.core.errors import EnvironmentProblem, SumibiError
+from sumibi.core.errors import ConfigError, EnvironmentProblem, ModelError, SumibiError
+from sumibi.engine.manifest import MANIFEST
 from sumibi.engine.options import TINY
 from sumibi.local.plan import StackPlan, plan_stack
 from sumibi.local.runfile import (
     PLAN_FILE,
+    STACK_FILE,
     ChildState,
     RunRecord,
     is_running,
@@ -31,11 +35,12 @@ from sumibi.local.runfile import (
     take_lock,
 )
 from sumibi.local.supervisor import Supervisor
-from sumibi.stack import Stack
+from sumibi.stack import DEFAULT_MODEL, Stack
 
 Report = Callable[[str, str, float | None], None]
 """Called with who (`model`, `engine-0`, ...), what, and the fraction done if it is known."""
 
+CONFIG_FILE = "config.json"
 SUPERVISOR_LOG = "supervisor.log"
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 30.0
@@ -66,11 +71,14 @@ def up(stack: Stack, state_dir: Path, report: Report, *, tied: bool = False) -> 
     """Bring `stack` up in the background; returns when it is ready.
 
     `tied`: the supervisor stops when this process ends. Raises EnvironmentProblem (port taken, disk),
-    ModelError, StartFailed.
+    ModelError, StartFailed, ConfigError (a stack with other settings is running).
     """
+    check_model(stack.model)
     lock = take_lock(state_dir)
     if lock is None:
-        return Running(_follow(state_dir, report, lambda: is_running(state_dir)), started=False)
+        record = _follow(state_dir, report, lambda: is_running(state_dir))
+        _refuse_other_settings(stack, state_dir, record)
+        return Running(record, started=False)
     try:
         plan = _prepare(stack, state_dir, report)
         supervisor = _spawn(plan, state_dir, lock, tied=tied)
@@ -92,6 +100,7 @@ def up(stack: Stack, state_dir: Path, report: Report, *, tied: bool = False) -> 
 
 def up_in_foreground(stack: Stack, state_dir: Path, report: Report) -> int:
     """Run the supervisor in this process until it is told to stop; the exit code is its own."""
+    check_model(stack.model)
     lock = take_lock(state_dir)
     if lock is None:
         raise EnvironmentProblem("a stack is already running: `sumibi down` stops it")
@@ -152,10 +161,64 @@ def _bind_problem(host: str, port: int) -> str:
     return ""
 
 
+def check_model(name: str) -> None:
+    """A quick look before anything is started. Raises ModelError: no such model, or no checkpoint."""
+    directory = Path(name).expanduser()
+    if name in (TINY, DEFAULT_MODEL):
+        return
+    if not directory.is_dir():
+        near = difflib.get_close_matches(name, (DEFAULT_MODEL, TINY), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the built-in model is {DEFAULT_MODEL!r}"
+        raise ModelError(f"there is no model directory {directory}; {hint}")
+    if not (directory / CONFIG_FILE).is_file() and not (directory / MANIFEST).exists():
+        raise ModelError(f"{directory} is no checkpoint directory: it has no {CONFIG_FILE}")
+
+
+def _refuse_other_settings(wanted: Stack, state_dir: Path, record: RunRecord) -> None:
+    """Raise ConfigError if `wanted` says something (by flag or file) that the running stack has not.
+
+    What it leaves to the defaults is not compared: a bare `sumibi up` asks for nothing in particular.
+    """
+    try:
+        running = Stack.model_validate_json((state_dir / STACK_FILE).read_bytes())
+    except (OSError, ValueError):
+        return  # left by another version: nothing to compare with
+    has = _settings(running, said_only=False)
+    said = _settings(_with_absolute_model(wanted), said_only=True)
+    other = [f"{key} {has[key]} (not {value})" for key, value in said.items() if has[key] != value]
+    if other:
+        raise ConfigError(
+            f"a stack with other settings is running at {record.url}/v1: {', '.join(other)};"
+            " `sumibi down` stops it"
+        )
+
+
+def _settings(stack: Stack, *, said_only: bool) -> dict[str, object]:
+    """Dotted key -> value, without defaults if `said_only`."""
+    found: dict[str, object] = {}
+    for name, value in stack.model_dump(exclude_unset=said_only).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _with_absolute_model(stack: Stack) -> Stack:
+    """The same stack, its model (if a directory) named so that it can be compared from elsewhere."""
+    if stack.model in (TINY, DEFAULT_MODEL):
+        return stack
+    return stack.model_copy(update={"model": str(Path(stack.model).expanduser().resolve())})
+
+
 def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
     """Everything that can fail without a process started; the lock is held."""
     remove_run(state_dir)
     (state_dir / SUPERVISOR_LOG).unlink(missing_ok=True)
+    try:
+        (state_dir / STACK_FILE).write_text(_with_absolute_model(stack).model_dump_json())
+    except OSError as cause:
+        raise EnvironmentProblem(f"cannot write to the state directory {state_dir}: {cause}") from cause
     taken = taken_ports(stack)
     if taken:
         raise EnvironmentProblem("\n".join(taken))
