@@ -2,7 +2,7 @@
 
 import pytest
 
-from sumibi.core.errors import ConfigError, ModelError
+from sumibi.core.errors import ConfigError, EnvironmentProblem, ModelError
 from sumibi.engine.assembly import assemble, resolve
 from sumibi.engine.checkpoint import ModelConfig
 from sumibi.engine.options import EngineOptions, parse_kv_events
@@ -46,6 +46,11 @@ def test_a_step_holds_a_token_of_each_sequence():
 def test_a_context_beyond_the_models_positions_is_refused():
     with pytest.raises(ConfigError, match=r"--max-model-len 9000.*8192"):
         sizes(max_model_len=9000)
+
+
+def test_blocks_that_no_memory_holds_are_refused_before_they_are_made():
+    with pytest.raises(EnvironmentProblem, match=r"--kv-blocks 1000000000: .* GB"):
+        sizes(num_gpu_blocks_override=10**9)
 
 
 def test_a_missing_model_is_told(tmp_path):

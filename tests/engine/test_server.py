@@ -255,6 +255,7 @@ BAD = [
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": [1, 999]}, 400, "prompt"),
     ({"prompt": [1] * 9000}, 400, "prompt"),
+    ({"prompt": "a" * 3_000_000}, 400, "prompt"),  # refused before it is tokenised
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": 9000}, 400, "max_tokens"),
     ({"max_tokens": "many"}, 400, "max_tokens"),

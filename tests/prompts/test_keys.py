@@ -259,6 +259,18 @@ def test_a_request_with_several_prompts_has_the_keys_of_the_first_and_all_tokens
     assert together.token_ids is None
 
 
+def test_what_is_surely_longer_than_any_context_is_not_tokenised(make_reader):
+    reader = make_reader()
+    reader.allow(40)
+    reader.allow(20)  # of another engine; the longest counts
+    long = "a" * 4000
+    for request in (chat([{"role": "user", "content": long}]), plain(long)):
+        assert reader.read(request).grade == PromptGrade.APPROXIMATE
+    assert reader.stats().approximate == 2
+    assert reader.stats().prompt_tokens == 0  # none was tokenised
+    assert reader.read(plain("a" * 30)).grade == PromptGrade.EXACT
+
+
 def test_without_room_for_tokens_the_keys_are_the_same(make_reader):
     router, engine = make_reader(keep_token_ids=False), make_reader()
     for length in (3, 5, 5, 9):

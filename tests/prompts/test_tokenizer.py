@@ -48,6 +48,14 @@ def test_encodes_and_decodes_as_transformers(directory, tokenizer, transformers_
     assert tokenizer.vocab_size == len(oracle)
 
 
+def test_a_text_never_has_fewer_tokens_than_is_said_without_encoding(tokenizer):
+    @given(texts)
+    def check(text):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+    check()
+
+
 def encoded_in_pieces(tokenizer, text):
     cuts = [0, *(start for start, _ in tokenizer.boundaries(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(cuts)]

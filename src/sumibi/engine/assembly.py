@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sumibi.core.errors import ConfigError
+from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.engine import tiny
 from sumibi.engine.app import Door
 from sumibi.engine.batch import SequenceStep, StepBatch
@@ -128,6 +128,10 @@ def resolve(options: EngineOptions, config: ModelConfig, *, weight_bytes: int = 
         # More than all sequences together can fill would be of no use.
         useful = options.max_num_seqs * -(-context // options.block_size)
         num_blocks = max(1, min(tokens // options.block_size, useful))
+    elif device == "cpu":
+        _check_memory(
+            num_blocks * options.block_size * _token_bytes(config, dtype) + weight_bytes, num_blocks
+        )
     room = num_blocks * options.block_size
     if room < context and options.max_model_len is not None:
         raise ConfigError(
@@ -154,9 +158,29 @@ def resolve(options: EngineOptions, config: ModelConfig, *, weight_bytes: int = 
     )
 
 
+def _token_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of one token's KV, all layers."""
+    token_bytes: int = 2 * config.layers * config.kv_heads * config.head_dim * DTYPES[dtype].itemsize
+    return token_bytes
+
+
+def _check_memory(needed_bytes: int, num_blocks: int) -> None:
+    """Raise EnvironmentProblem if the blocks, once all are in use, would not fit into this machine.
+
+    What the machine has in all, not what is free now: other processes may leave, and pages that are not
+    used yet take no memory.
+    """
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > machine_bytes:
+        raise EnvironmentProblem(
+            f"--kv-blocks {num_blocks}: with the weights that is {needed_bytes / 1e9:.1f} GB, and this "
+            f"machine has {machine_bytes / 1e9:.1f} GB; ask for fewer"
+        )
+
+
 def _tokens_for_memory(config: ModelConfig, dtype: str, device: str, weight_bytes: int) -> int:
     """Tokens whose KV may be held."""
-    token_bytes: int = 2 * config.layers * config.kv_heads * config.head_dim * DTYPES[dtype].itemsize
+    token_bytes = _token_bytes(config, dtype)
     if device == "cuda":
         free_bytes: int = torch.cuda.mem_get_info()[0]
         return int(_CUDA_KV_SHARE * (free_bytes - weight_bytes) / token_bytes)

@@ -186,7 +186,7 @@ class RequestReader:
     def read(self, path: str, body: bytes) -> Request:
         """A completion or chat request. Raises BadRequest naming the field, UnknownModel."""
         prompt = parse_request(path, body)
-        prompts = self.tokenize(prompt)
+        prompts = self.tokenize(prompt, at_most=self.model.max_tokens)
         fields: _ChatFields | _CompletionFields
         if prompt.kind is PromptKind.CHAT:
             fields = decode_body(_chat_fields, body)
@@ -202,8 +202,11 @@ class RequestReader:
             jobs.append(Job(token_ids, replace(params, max_tokens=limit), prompt.n, prompt.cache_salt))
         return Request(jobs, _text_options(fields), _answer_options(prompt, fields, params))
 
-    def tokenize(self, request: PromptRequest) -> list[list[int]]:
-        """Token ids of each prompt of a request, in order. Raises BadRequest, UnknownModel."""
+    def tokenize(self, request: PromptRequest, *, at_most: int | None = None) -> list[list[int]]:
+        """Token ids of each prompt of a request, in order. Raises BadRequest, UnknownModel.
+
+        A text that surely has more tokens than `at_most` is refused without tokenising it.
+        """
         if request.model != self.model.name:
             raise UnknownModel(
                 f"model: {request.model!r} is not served here, {self.model.name!r} is", param="model"
@@ -214,6 +217,10 @@ class RequestReader:
         prompts = request.token_ids
         if request.kind is not PromptKind.TOKENS:
             texts = [self._render(request)] if request.kind is PromptKind.CHAT else request.texts
+            for text in texts:
+                least = self.tokenizer.least_tokens(text)
+                if at_most is not None and least > at_most:
+                    raise _too_long(field, at_most, f"at least {least}")
             special = request.add_special_tokens
             prompts = [self.tokenizer.encode(text, add_special_tokens=special) for text in texts]
         if [] in prompts:
@@ -247,10 +254,7 @@ class RequestReader:
         limit = self.model.max_tokens
         longest = max(map(len, prompts))
         if longest >= limit:
-            raise BadRequest(
-                f"{field}: this model's context is {limit} tokens, output included; the prompt has {longest}",
-                param=field,
-            )
+            raise _too_long(field, limit, str(longest))
         if len(prompts) * prompt.n > MAX_CHOICES:
             raise BadRequest(f"n: at most {MAX_CHOICES} choices a request", param="n")
         if prompt.max_tokens is None or (prompt.kind is not PromptKind.CHAT and fields.max_tokens is None):
@@ -296,6 +300,13 @@ class RequestReader:
             raise BadRequest("logit_bias: keys are token ids", param="logit_bias") from cause
         self._check_ids(list(bias), "logit_bias")
         return bias
+
+
+def _too_long(field: str, limit: int, tokens: str) -> BadRequest:
+    return BadRequest(
+        f"{field}: this model's context is {limit} tokens, output included; the prompt has {tokens}",
+        param=field,
+    )
 
 
 def _refuse_unsupported(fields: "_ChatFields | _CompletionFields") -> None:

@@ -18,7 +18,7 @@ from sumibi.prompts.chunks import chunk_keys
 from sumibi.prompts.dialects import PromptKind, PromptRequest
 from sumibi.prompts.segments import Place, SegmentStore
 from sumibi.prompts.template import ChatTemplate, UnsupportedContent
-from sumibi.prompts.texts import Texts
+from sumibi.prompts.texts import Texts, TooLong
 from sumibi.prompts.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -89,6 +89,15 @@ class PromptReader:
         self._said: set[str] = set()
         self._stats = ReaderStats()
 
+    def allow(self, tokens: int) -> None:
+        """Prompts may have as many tokens (the longest context of the engines that serve the model).
+
+        Texts that are surely longer get byte-chunk keys: which engine refuses them does not matter, and
+        tokenising them would hold up others. Until it is called, any length is read.
+        """
+        if self._texts is not None:
+            self._texts.longest_tokens = max(tokens, self._texts.longest_tokens or 0)
+
     @property
     def grade(self) -> PromptGrade:
         """The grade of ordinary prompts; say it at start when it is not exact."""
@@ -128,12 +137,14 @@ class PromptReader:
             return [self._of_ids(request, token_ids) for token_ids in request.token_ids]
         if self._texts is None:
             return self._approximate(request, "")
-        if request.kind is PromptKind.TEXT:
-            return [self._of_text(request, text, self._texts) for text in request.texts]
-        if self._chats is None:
+        if self._chats is None and request.kind is PromptKind.CHAT:
             return self._approximate(request, "a chat, but the model has no chat template")
         try:
-            return [self._exact(self._chats.read(request))]
+            if self._chats is not None and request.kind is PromptKind.CHAT:
+                return [self._exact(self._chats.read(request))]
+            return [self._of_text(request, text, self._texts) for text in request.texts]
+        except TooLong:
+            return self._approximate(request, "a prompt longer than any context")
         except UnsupportedContent:
             return self._approximate(request, "message content that is no text")
 

@@ -12,6 +12,10 @@ _SHORT_CHARACTERS = 32
 """Half of a chat's pieces are markers such as `<|im_end|>\\n`; a call costs more than their few tokens."""
 
 
+class TooLong(Exception):
+    """A text has more tokens than any prompt may have; it was not tokenised."""
+
+
 class Put(NamedTuple):
     """A text that stands in the trie."""
 
@@ -29,6 +33,8 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, store: SegmentStore) -> None:
         self._tokenizer = tokenizer
         self._store = store
+        self.longest_tokens: int | None = None
+        """Tokens that a prompt may have, None for any number."""
         self._encode_short = lru_cache(maxsize=1024)(self._encode_one)
 
     def start(self, root_key: int, *, add_special_tokens: bool) -> Segment:
@@ -36,7 +42,12 @@ class Texts:
         return self._store.root(root_key, self._tokenizer.prefix_ids if add_special_tokens else ())
 
     def put(self, start: Segment, text: str) -> Put:
-        """Put `text` after `start`, which must be a beginning, or the base of a boundary in `text`."""
+        """Put `text` after `start`, which must be a beginning, or the base of a boundary in `text`.
+
+        Raises TooLong for a text that is so without looking closely.
+        """
+        if self.longest_tokens is not None and self._tokenizer.least_tokens(text) > self.longest_tokens:
+            raise TooLong
         spans = self._tokenizer.boundaries(text)
         cuts = [0, *(at for at, _ in spans if at > 0), len(text)]
         pieces = [text[a:b] for a, b in pairwise(cuts)] if text else []

@@ -44,6 +44,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._longest_token: int | None = None  # characters; found when first asked for
         self._decoder = "" if backend.decoder is None else str(backend.decoder)
         self._boundary = _boundary_pattern(list(added.values()))
         self.prefix_ids, self.suffix_ids = self._affixes()
@@ -110,6 +111,26 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, without tokenising it: 0 if nothing can be said.
+
+        Tells that a text of megabytes fits no context before it costs seconds. True only where every
+        character ends up in a token, and none takes in more than its own text: byte-level vocabularies
+        without a normaliser, and without special tokens that swallow white space.
+        """
+        if self._longest_token is None:
+            self._longest_token = self._longest()
+        return len(text) // self._longest_token if self._longest_token else 0
+
+    def _longest(self) -> int:
+        """Characters of the longest vocabulary entry (its bytes are no fewer); 0 if that is no bound."""
+        backend = self.backend
+        splits = str(backend.pre_tokenizer)
+        swallow = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        if backend.normalizer is not None or "ByteLevel" not in splits or "Removed" in splits or swallow:
+            return 0
+        return max(map(len, backend.get_vocab()), default=0)
 
     def token_text(self, token_id: int) -> str:
         """The vocabulary entry of one id (byte-level alphabet, not readable text); empty if unknown."""
