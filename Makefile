@@ -24,7 +24,7 @@ up: $(VENV)/installed  ## install, fetch the model (once), start a gateway and t
 down: $(VENV)/installed  ## stop them
 	@$(BIN)/sumibi down
 
-demo: $(VENV)/installed  ## play the demonstration on a stack of its own; writes out/demo.json and out/demo.png
+demo: $(VENV)/installed  ## play the demonstration (a few minutes) on a stack of its own; writes out/demo.json and out/demo.png
 	@$(BIN)/sumibi demo
 
 setup: $(VENV)/installed  ## install and convert the model, start nothing
@@ -48,14 +48,20 @@ bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transf
 clean:  ## remove .venv and what tools left behind (not the model, not logs)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
+# On a terminal pip shows what it fetches; elsewhere (CI) a progress bar is noise.
+QUIET := $(shell test -t 2 || echo --quiet)
+
 # Each stamp is made anew when pyproject.toml changes; pip then installs only what differs.
 $(VENV)/installed: pyproject.toml | $(VENV)/made
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(PIP) install --quiet --editable '.[engine,plot]'
+	@echo "installing torch: some 200 MB (CPU-only build) to several GB (CUDA build); a minute or more"
+	@$(PIP) install $(QUIET) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@echo "installing sumibi and what it needs (about 100 MB; half a minute)"
+	@$(PIP) install --quiet --editable '.[engine,plot]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/installed
-	$(PIP) install --quiet --editable '.[engine,plot,dev]'
+	@echo "installing what tests and lint need (half a minute)"
+	@$(PIP) install --quiet --editable '.[engine,plot,dev]'
 	@touch $@
 
 $(VENV)/made:
@@ -65,5 +71,6 @@ $(VENV)/made:
 	  { echo "python3-venv is missing. On Debian: $(APT_LINE)" >&2; exit 1; }
 	@for tool in git curl; do command -v $$tool >/dev/null || \
 	  { echo "$$tool is missing. On Debian: $(APT_LINE)" >&2; exit 1; }; done
-	$(PYTHON) -m venv $(VENV)
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@

@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 
 from sumibi.demo.claims import Pressure, StepResult, judge
+from sumibi.demo.report import print_tables
+from sumibi.demo.run import counting
 from sumibi.demo.script import PRESSURE_KV_BLOCKS, SEED, Step, prefix_phases, pressure_phase
 from sumibi.demo.texts import Texts
 
@@ -140,6 +142,19 @@ def test_each_claim_fails_when_what_it_says_is_not_so(index, worse, claim):
     run = good_run()
     run[index] = worse
     assert any(one.name.startswith(claim) and not one.held for one in judge(run))
+
+
+def test_each_step_is_reported_with_how_many_there_are():
+    said: list[str] = []
+    report = counting(lambda who, what, done: said.append(f"{who}: {what}"), 2)
+    report("phase 1", "A, cold", None)
+    report("phase 2", "A again", None)
+    assert said == ["phase 1: step 1 of 2: A, cold", "phase 2: step 2 of 2: A again"]
+
+
+def test_the_tables_say_by_how_much_the_median_ttft_fell(capsys):
+    print_tables(good_run(), [])
+    assert "-70 %" in capsys.readouterr().out
 
 
 def test_the_hit_rate_counts_tokens_and_the_ttft_only_later_turns():

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from sumibi.admin import Admin
@@ -52,16 +53,28 @@ def run_demo(model: str, out: Path, report: Report) -> Demonstration:
     texts = Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), SEED)
     busy = busy_request(texts)
     port = _free_ports(_PORTS)
+    early, pressure = prefix_phases(texts), pressure_phase(texts)
+    count_steps = counting(report, len(early) + len(POLICIES) * len(pressure))
     steps: list[StepResult] = []
     with _stack(model, "cost", AMPLE_KV_BLOCKS, port, report) as door:
-        steps += play(door, prefix_phases(texts), "cost", busy, report)
+        steps += play(door, early, "cost", busy, count_steps)
     for policy in POLICIES:
         with _stack(model, policy, PRESSURE_KV_BLOCKS, port, report) as door:
-            steps += play(door, pressure_phase(texts), policy, busy, report)
+            steps += play(door, pressure, policy, busy, count_steps)
     claims = judge(steps)
     write_json(out / "demo.json", steps, claims)
     write_picture(out / "demo.png", steps, claims)
     return Demonstration(steps, claims)
+
+
+def counting(report: Report, steps: int) -> Report:
+    """`report` for `play`, which calls it once a step: says how many there are still to come."""
+    numbers = count(1)
+
+    def counted(who: str, what: str, done: float | None) -> None:
+        report(who, f"step {next(numbers)} of {steps}: {what}", done)
+
+    return counted
 
 
 @contextmanager
