@@ -120,7 +120,7 @@ def print_status(status: Status, *, json: bool) -> None:
             if one.suspect is not None:
                 console.print(f"{_short(one.endpoint)}: {one.suspect}", highlight=False, markup=False)
     if status.problem:
-        console.print(status.problem, highlight=False)
+        console.print(status.problem, highlight=False, markup=False)
 
 
 def _processes(stack: RunRecord) -> "Table":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from sumibi.admin import Admin, Fleet
+from sumibi.admin import ADMIN_KEY_FILE, Admin, Fleet
 from sumibi.core.errors import SumibiError
 from sumibi.local.runfile import ChildState, RunRecord, is_running, read_run
 
@@ -58,7 +58,9 @@ def read_status(state_dir: Path, admin_port: int = ADMIN_PORT) -> Status:
 def _by_hand(state_dir: Path, admin_url: str) -> Status:
     try:
         fleet = Admin.of(state_dir, admin_url).fleet()
-    except SumibiError:  # usually nobody listens there: that is no problem of a stack
-        return Status(running=False, ready=False, problem="no stack is running", stack=None, fleet=None)
+    except SumibiError:  # usually nobody listens there
+        key = state_dir / ADMIN_KEY_FILE
+        problem = f"no stack is running, and no gateway at {admin_url} takes the key in {key}"
+        return Status(running=False, ready=False, problem=problem, stack=None, fleet=None)
     ready = all(endpoint.up for endpoint in fleet.endpoints)
     return Status(running=False, ready=ready, problem="", stack=None, fleet=fleet, by_hand=admin_url)
