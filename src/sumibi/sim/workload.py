@@ -14,8 +14,10 @@ import msgspec
 class Turn(msgspec.Struct, gc=False, kw_only=True):
     """One request of a session."""
 
-    blocks: array[int]
+    blocks: "array[int]"
     """Full blocks of its prompt in order, as indexes into `Session.keys` (typecode "I")."""
+    tail: int | None = None
+    """The partial last block, for traces that name it: cache arithmetic lets it take its place."""
     prompt_tokens: int
     output_tokens: int
     """What the engine will generate. No policy may see it."""
