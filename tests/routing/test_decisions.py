@@ -8,7 +8,8 @@ from sumibi.core.errors import BadRequest, ConfigError
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.decisions import EXPLANATION_BYTES, Candidate, Decision, explain, read_decisions
 from sumibi.routing.events import AnyEvent, Dispatch, EndpointSuspect, FinishReason, Grade, Signals, Tick
-from sumibi.routing.policies import POLICIES, cost, least_loaded, rerun, round_robin
+from sumibi.routing.policies import POLICIES, PRICED, SCORERS, rerun
+from sumibi.routing.policies.base import least
 from sumibi.routing.router import Router
 
 
@@ -28,6 +29,13 @@ def candidate(endpoint="e", *, total=1.0, matched=0, inflight=0, prefill=0, disp
         prefill_tokens=prefill,
         dispatched=dispatched,
     )
+
+
+def picker(policy):
+    return lambda request, number, candidates: least(request, SCORERS[policy](request, number, candidates))
+
+
+cost, round_robin, least_loaded = picker("cost"), picker("round-robin"), picker("least-loaded")
 
 
 def test_cost_takes_the_least_seconds():
@@ -72,9 +80,7 @@ features = st.builds(
 )
 
 
-@given(
-    st.lists(features, min_size=1, max_size=8), st.integers(0, 99), st.sampled_from([*POLICIES]), st.text()
-)
+@given(st.lists(features, min_size=1, max_size=8), st.integers(0, 99), st.sampled_from([*SCORERS]), st.text())
 @settings(REPEATABLE)
 def test_a_record_alone_recomputes_its_pick(candidates, number, policy, request):
     decision = Decision(
@@ -88,7 +94,7 @@ def test_a_record_alone_recomputes_its_pick(candidates, number, policy, request)
         number=number,
         prompt_tokens=5,
         candidates=[msgspec.structs.replace(c, endpoint=f"e{i}") for i, c in enumerate(candidates)],
-        pick=POLICIES[policy](request, number, candidates),
+        pick=picker(policy)(request, number, candidates),
     )
     (again,) = rerun(read_decisions([msgspec.json.encode(decision)]))
     assert again.same
@@ -104,10 +110,30 @@ def test_the_router_s_records_recompute_their_picks_and_answer_what_others_would
         if i % 3:
             lab.first(f"r{i}", dt=0.1)
     lines = [msgspec.json.encode(d) for d in lab.router.decisions(100)]
-    assert all(r.same for r in rerun(read_decisions(lines)))
-    others = {p: [r.rerun for r in rerun(read_decisions(lines), p)] for p in POLICIES}
-    assert others[policy] == [d.picked.endpoint for d in lab.router.decisions(100)]
+    picked = [d.picked.endpoint for d in lab.router.decisions(100)]
+    assert [r.recorded for r in rerun(read_decisions(lines)) if r.same] == picked
+    answering = [p for p in SCORERS if policy in PRICED or p not in PRICED]
+    others = {p: [r.rerun for r in rerun(read_decisions(lines), p)] for p in answering}
+    assert others.get(policy, picked) == picked
     assert len({tuple(picks) for picks in others.values()}) > 1
+
+
+def test_a_record_that_cannot_answer_for_another_policy_says_so():
+    lab = Lab(policy="round-robin")
+    lab.up("a", "b")
+    lab.ask("r", prompt("p", 40))
+    with pytest.raises(ConfigError, match="made under round-robin, which prices nothing"):
+        list(rerun(lab.router.decisions(), "cost"))
+
+
+def test_only_the_pick_is_priced_under_a_policy_that_looks_at_no_seconds():
+    lab, priced = Lab(policy="round-robin"), Lab(policy="cost")
+    for each in (lab, priced):
+        each.up("a", "b")
+        each.ask("r", prompt("p", 40))
+    a, b = lab.candidates("r").values()
+    assert a == priced.candidates("r")["a"]
+    assert (b.total_s, b.compute_s) == (0.0, 0.0)
 
 
 def test_reading_names_line_and_field():

@@ -1,8 +1,8 @@
 """Decision records: every candidate's cost, the pick, and enough to compute the pick again.
 
-A record holds all that its policy looked at and nothing of the prompt but lengths. `rerun` applies the same
-policy to records read back (is the pick reproduced?) or another one (what would it have done, decision by
-decision, with everything else as it was?).
+A record holds every candidate's score, the least of which was picked, and nothing of the prompt but lengths.
+`policies.rerun` applies the same policy to records read back (is the pick reproduced?) or another one (what
+would it have done, decision by decision, with everything else as it was?).
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,9 @@ EXPLANATION_BYTES = 2048
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """One endpoint as the policies saw it. Seconds are predictions for this request there."""
+    """One endpoint as the policies saw it. Seconds are predictions for this request there: zero for those
+    that were not picked by a policy that looks at no seconds.
+    """
 
     endpoint: str
     grade: Grade
@@ -68,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How many decisions were made for the model before this one (round-robin's state)."""
     prompt_tokens: int
     candidates: list[Candidate]
+    scores: list[float] = []
+    """One for each candidate, in the unit of the policy: the least was picked, ties by the request's id."""
     pick: int
     """Index into `candidates`."""
 
@@ -131,8 +135,9 @@ def read_decisions(lines: Iterable[bytes | str]) -> Iterable[Decision]:
 
 
 def explain(decision: Decision) -> bytes:
-    """The decision as JSON in at most 2 KB: the pick, then the other candidates by cost as space allows."""
-    order = sorted(range(len(decision.candidates)), key=lambda i: (i != decision.pick, _total(decision, i)))
+    """The decision as JSON in at most 2 KB: the pick, then the other candidates by score as space allows."""
+    scores = decision.scores or [c.total_s for c in decision.candidates]
+    order = sorted(range(len(decision.candidates)), key=lambda i: (i != decision.pick, scores[i]))
     summary: dict[str, object] = {
         "decision": decision.id,
         "policy": decision.policy,
@@ -144,7 +149,7 @@ def explain(decision: Decision) -> bytes:
     shown: list[dict[str, object]] = []
     text = msgspec.json.encode(summary)
     for i in order:
-        shown.append(_brief(decision.candidates[i]))
+        shown.append(_brief(decision.candidates[i], scores[i]))
         summary["candidates"], summary["left_out"] = shown, len(order) - len(shown)
         longer = msgspec.json.encode(summary)
         if len(longer) > EXPLANATION_BYTES:
@@ -153,11 +158,7 @@ def explain(decision: Decision) -> bytes:
     return text
 
 
-def _total(decision: Decision, i: int) -> float:
-    return decision.candidates[i].total_s
-
-
-def _brief(c: Candidate) -> dict[str, object]:
+def _brief(c: Candidate, score: float) -> dict[str, object]:
     seconds = {
         "wait_s": c.wait_s,
         "pending_s": c.pending_s,
@@ -166,11 +167,13 @@ def _brief(c: Candidate) -> dict[str, object]:
         "evict_s": c.evict_s,
         "total_s": c.total_s,
     }
+    priced = c.total_s > 0
     return {
         "endpoint": c.endpoint,
+        "score": round(score, 4),
         "grade": c.grade,
         "matched_tokens": c.matched_tokens,
         "pending_tokens": c.pending_tokens,
-        **{name: round(value, 4) for name, value in seconds.items()},
+        **{name: round(value, 4) for name, value in seconds.items() if priced},
         "inflight": round(c.inflight, 1),
     }

@@ -93,6 +93,8 @@ class Arrived(Event, frozen=True):
     max_tokens: int | None = None
     """The client's limit on output, None if it gave none."""
     tenant: str = ""
+    session: str = ""
+    """Session id that the request carries; empty if none. Sessions are recognised without it, too."""
     priority: int = 0
     """Higher is more urgent; the cost of delaying a request is weighted by it (not yet used)."""
     prompt_grade: PromptGrade = PromptGrade.EXACT

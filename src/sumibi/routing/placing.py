@@ -18,11 +18,13 @@ def candidates(
     reuse: float,
     index: BlockIndex,
     computing: Computing,
+    priced: bool = True,
 ) -> list[Candidate]:
-    """One candidate for each endpoint, in their order. Blocks of a suspect endpoint count for nothing."""
-    keys = event.keys
-    # The engine computes at least the last token itself, so a hit never covers the whole prompt.
-    length = min(len(keys), max(0, event.prompt_tokens - 1) // block_tokens)
+    """One candidate for each endpoint, in their order. Blocks of a suspect endpoint count for nothing.
+
+    Not `priced`: what lies where, without seconds.
+    """
+    keys, length = event.keys, matchable_blocks(event, block_tokens)
     if event.max_tokens is not None:
         output_tokens = min(output_tokens, event.max_tokens)
     holders = 0
@@ -36,6 +38,9 @@ def candidates(
     for endpoint in endpoints:
         blocks = matched.get(endpoint, 0)
         reach, pending_s = pending.get(endpoint, (blocks, 0.0))
+        if not priced:
+            result.append(_unpriced(endpoint, t, blocks * block_tokens, (reach - blocks) * block_tokens))
+            continue
         result.append(
             price(
                 endpoint,
@@ -50,6 +55,34 @@ def candidates(
             )
         )
     return result
+
+
+def matchable_blocks(event: Arrived, block_tokens: int) -> int:
+    """How many leading blocks of the prompt a cache may spare.
+
+    The engine computes at least the last token itself, so a hit never covers the whole prompt.
+    """
+    return min(len(event.keys), max(0, event.prompt_tokens - 1) // block_tokens)
+
+
+def _unpriced(endpoint: Endpoint, t: float, matched_tokens: int, pending_tokens: int) -> Candidate:
+    load = endpoint.load
+    foreign_running, foreign_waiting = endpoint.foreign(t) if endpoint.has_foreign else (0.0, 0.0)
+    return Candidate(
+        endpoint=endpoint.name,
+        grade=endpoint.grade,
+        matched_tokens=matched_tokens,
+        pending_tokens=pending_tokens,
+        wait_s=0.0,
+        pending_s=0.0,
+        compute_s=0.0,
+        delay_s=0.0,
+        evict_s=0.0,
+        total_s=0.0,
+        inflight=load.inflight + foreign_running + foreign_waiting,
+        prefill_tokens=load.prefill_tokens,
+        dispatched=endpoint.dispatched,
+    )
 
 
 def _longest(levels: list[tuple[int, int]], holders: int) -> int:

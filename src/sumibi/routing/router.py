@@ -19,6 +19,7 @@ What this file does is connect: which part hears of which event, in which order.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -56,8 +57,8 @@ from sumibi.routing.feed import Feed
 from sumibi.routing.fleet import Endpoint, Fleet
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner, Reservation
-from sumibi.routing.placing import candidates
-from sumibi.routing.policies import policy_named
+from sumibi.routing.placing import candidates, matchable_blocks
+from sumibi.routing.policies import Ask, Policy, least, make_policy
 from sumibi.routing.requests import Attempt, Request, State
 from sumibi.routing.sequence import Forget, Step
 from sumibi.routing.views import EndpointView, view
@@ -74,7 +75,9 @@ class Router:
         self, config: RouterConfig | None = None, *, observer: Callable[[Event], None] | None = None
     ) -> None:
         self.config = config or RouterConfig()
-        self._policy = policy_named(self.config.policy)
+        self._policies: dict[str, Policy] = {}
+        """By model, made with its first request."""
+        make_policy(self.config.policy, self.config)  # a name that there is none of is told at once
         self._observer = observer
         self._index = BlockIndex(self.config.max_index_blocks)
         self._fleet = Fleet(self.config, self._index)
@@ -153,6 +156,7 @@ class Router:
             return
         attempt.endpoint.unreachable_t = None
         lessons.first_token(request, attempt, self._ledger, self._t)
+        self._policies[request.event.model].first_token(event.request)
         self._computing.computed(request, attempt, self._t)
 
     def _finished(self, event: Finished) -> None:
@@ -180,6 +184,7 @@ class Router:
         decodes = attempt.life.decodes
         computed = lessons.finished(request, attempt, self._ledger, event)
         self._computing.end(request, attempt, self._t, computed=computed)
+        self._policies[request.event.model].ended(event.request, event)
         if computed and event.cached_tokens is not None:
             self._count.predicted_cached_tokens += attempt.candidate.reused_tokens
             self._count.actual_cached_tokens += event.cached_tokens
@@ -211,18 +216,38 @@ class Router:
             return False
         self._computing.expire(self._t)
         model = self._fleet.models[event.model]
-        found = candidates(
+        block_tokens = self._fleet.block_tokens(event.model)
+        look = partial(
+            candidates,
             event,
-            endpoints,
-            self._t,
-            block_tokens=self._fleet.block_tokens(event.model),
+            t=self._t,
+            block_tokens=block_tokens,
             output_tokens=model.output_tokens,
             reuse=model.reuse,
             index=self._index,
             computing=self._computing,
         )
-        pick = self._policy(event.request, model.decisions, found)
+        policy = self._policy(event.model)
+        found = look(endpoints=endpoints, priced=policy.priced)
         number = request.attempt.number + 1 if request.attempt is not None else 1
+        ask = Ask(
+            request=event.request,
+            attempt=number,
+            number=model.decisions,
+            t=self._t,
+            keys=event.keys,
+            length=matchable_blocks(event, block_tokens),
+            prompt_tokens=event.prompt_tokens,
+            block_tokens=block_tokens,
+            session=event.session,
+            priority=event.priority,
+            stream=event.stream,
+        )
+        scores = policy.choose(ask, found, endpoints)
+        pick = least(event.request, scores)
+        if not policy.priced:
+            # What is predicted of the pick is recorded beside what came, under any policy.
+            found[pick] = look(endpoints=[endpoints[pick]])[0]
         self._count.decisions += 1
         decision = Decision(
             id=f"{self.config.gateway}-{self.config.gateway_epoch}-{self._count.decisions}",
@@ -235,6 +260,7 @@ class Router:
             number=model.decisions,
             prompt_tokens=event.prompt_tokens,
             candidates=found,
+            scores=scores,
             pick=pick,
         )
         model.decisions += 1
@@ -244,12 +270,19 @@ class Router:
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
         self._reserve(request, Attempt(number, endpoints[pick], found[pick], decision.id))
+        policy.placed(ask, endpoints[pick].name)
         self._out.append(
             Dispatch(
                 request=event.request, attempt=number, endpoint=endpoints[pick].name, decision=decision.id
             )
         )
         return True
+
+    def _policy(self, model: str) -> Policy:
+        policy = self._policies.get(model)
+        if policy is None:
+            policy = self._policies[model] = make_policy(self.config.policy, self.config)
+        return policy
 
     def _reserve(self, request: Request, attempt: Attempt) -> None:
         event, endpoint, candidate = request.event, attempt.endpoint, attempt.candidate
@@ -336,6 +369,8 @@ class Router:
         endpoint.up = False
         if event.removed:
             self._fleet.remove(endpoint)
+            for policy in self._policies.values():
+                policy.gone(endpoint.name)
         else:
             self._suspect(endpoint, event.cause, ask=False)
 

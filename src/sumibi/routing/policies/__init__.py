@@ -1,0 +1,84 @@
+"""Policies by name: ours (`cost`) and the ones that it is compared with.
+
+`base` says what a policy is. Those in `SCORERS` are functions of a decision record, so a record can be
+asked what they would have done; the others know more than their record holds (an index of their own, the
+last scrape, who is bound where): from a record their pick can be recomputed by its scores, and what they
+would do elsewhere has to be played (`sumibi replay`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from sumibi.core.errors import ConfigError
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.decisions import Decision, Rerun
+from sumibi.routing.policies.base import Ask, Policy, Pure, Scorer, least
+from sumibi.routing.policies.cost import scores as cost
+from sumibi.routing.policies.simple import least_loaded, random, round_robin
+
+__all__ = ["POLICIES", "PRICED", "SCORERS", "Ask", "Policy", "least", "make_policy", "rerun"]
+
+SCORERS: dict[str, Scorer] = {
+    "cost": cost,
+    "round-robin": round_robin,
+    "random": random,
+    "least-loaded": least_loaded,
+}
+"""Policies that are functions of a decision record."""
+PRICED = frozenset({"cost"})
+"""Those that look at seconds: under another policy only the pick of a record is priced."""
+
+_STATEFUL: dict[str, Callable[[RouterConfig], Policy]] = {}
+
+POLICIES: tuple[str, ...] = (*SCORERS, *_STATEFUL)
+"""All names."""
+
+
+def make_policy(name: str, config: RouterConfig) -> Policy:
+    """A fresh policy called `name`. Raises ConfigError that lists those there are."""
+    if name in SCORERS:
+        return Pure(SCORERS[name], priced=name in PRICED)
+    if name in _STATEFUL:
+        return _STATEFUL[name](config)
+    raise _unknown(name)
+
+
+def rerun(decisions: Iterable[Decision], policy: str | None = None) -> Iterator[Rerun]:
+    """Decide each recorded decision again, by its own policy or by `policy`.
+
+    Raises ConfigError if there is no such policy, or if `policy` needs more than the records hold.
+    """
+    if policy is not None and policy not in POLICIES:
+        raise _unknown(policy)
+    for d in decisions:
+        pick = least(d.request, _scores(d, policy))
+        yield Rerun(
+            decision=d.id,
+            request=d.request,
+            policy=policy or d.policy,
+            recorded=d.picked.endpoint,
+            rerun=d.candidates[pick].endpoint,
+        )
+
+
+def _scores(decision: Decision, policy: str | None) -> list[float]:
+    name = policy or decision.policy
+    scorer = SCORERS.get(name)
+    if scorer is None:
+        if name == decision.policy and len(decision.scores) == len(decision.candidates):
+            return decision.scores
+        if name not in POLICIES:
+            raise _unknown(name)
+        raise ConfigError(
+            f"decision {decision.id}: what {name} would do depends on what it saw before, which no record"
+            f" holds: replay the events instead. From a record alone: {', '.join(SCORERS)}"
+        )
+    if name in PRICED and decision.policy not in PRICED:
+        raise ConfigError(
+            f"decision {decision.id} was made under {decision.policy}, which prices nothing, so {name} has"
+            " nothing to go by: replay the events instead"
+        )
+    return scorer(decision.request, decision.number, decision.candidates)
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(f"policy {name!r} is not one of {', '.join(POLICIES)}")
