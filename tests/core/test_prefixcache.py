@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 
-from sumibi.sim.cache import PrefixCache
+from sumibi.core.prefixcache import PrefixCache
 
 
 class BlockLRU:
