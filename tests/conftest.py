@@ -20,7 +20,13 @@ def _model_is_installed() -> bool:
         return False
 
 
-_PARTS = {"real_model": (_model_is_installed, "the converted model is absent: `make setup` makes it")}
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+"""Recorded traces beside the repository: `weka/sessions.jsonl.xz`, `mooncake/synthetic_trace.jsonl.xz`."""
+
+_PARTS = {
+    "real_model": (_model_is_installed, "the converted model is absent: `make setup` makes it"),
+    "traces": (TRACES.is_dir, "the recorded traces are absent: they are looked for in ../shared/traces"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,6 +50,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"skipped although what it needs is installed: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """The directory of recorded traces; tests of it carry `@pytest.mark.traces`."""
+    return TRACES
 
 
 @pytest.fixture(scope="session")

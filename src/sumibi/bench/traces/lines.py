@@ -4,7 +4,7 @@ import gzip
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TypeVar, cast
 
 import msgspec
 
@@ -61,7 +61,7 @@ def _open(path: Path) -> IO[bytes]:
     if start == b"\xfd7zXZ\x00":
         return lzma.open(path, "rb")
     if start[:2] == b"\x1f\x8b":
-        return gzip.open(path, "rb")
+        return cast(IO[bytes], gzip.open(path, "rb"))
     return path.open("rb")
 
 

@@ -46,7 +46,9 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
             first_ms = request.timestamp
             workload.block_tokens = size
         if size != workload.block_tokens or size < 1:
-            raise trace_error(path, number, f"`block_size` is {size}, the first line's {workload.block_tokens}")
+            raise trace_error(
+                path, number, f"`block_size` is {size}, the first line's {workload.block_tokens}"
+            )
         start_s = (request.timestamp - first_ms) / 1000
         turn, keys = one_turn(path, number, request.hash_ids, request.input_length, size)
         turn.output_tokens = request.output_length

@@ -87,13 +87,15 @@ class _Keys:
         self.keys: list[int] = []
         self._at: dict[int, int] = {}
         self._seed = xxh3_64_intdigest(recorded.id.encode())
-        self._prefix: "array[int]" = array("I")
+        self._prefix: array[int] = array("I")
         if shared_prefix:
             tool, system = recorded.tool_tokens, recorded.system_tokens
             size = recorded.block_size
             for j in range((tool + system) // size):
                 whose = f"tools {tool}" if (j + 1) * size <= tool else f"tools {tool}, system {system}"
-                self.keys.append(xxh3_64_intdigest(j.to_bytes(8, "little"), xxh3_64_intdigest(whose.encode())))
+                self.keys.append(
+                    xxh3_64_intdigest(j.to_bytes(8, "little"), xxh3_64_intdigest(whose.encode()))
+                )
             self._prefix = array("I", range(len(self.keys)))
 
     def blocks(self, ids: Sequence[int], *, main: bool) -> "array[int]":
