@@ -48,5 +48,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay_cooldown_s: float = 30.0
     """After the last failed try, how long until all of it is asked for anew."""
 
+    r_peak_tokens_per_s: float = 15_928.0
+    """`llmd-sticky-until-saturated`: prefill rate of an idle endpoint. llm-d ships 15,928; its authors
+    measure it for each fleet (`policies.llmd_sticky` has what they published, and their rule)."""
+    sticky_limit_s: float = 18.0
+    """`llmd-sticky-until-saturated`: head start in seconds of prefill at which others are considered."""
+    approximate_match_tokens: int = 131_072
+    """llm-d's approximate index: how far into a prompt it looks."""
+    dynamo_agentic: bool = False
+    """`dynamo-kv`: with the weights of Dynamo's preset for agents instead of its defaults."""
+
     decisions_kept: int = 1_000
     """Decision records and outcomes kept for the admin door, the newest."""

@@ -270,7 +270,7 @@ class Router:
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
         self._reserve(request, Attempt(number, endpoints[pick], found[pick], decision.id))
-        policy.placed(ask, endpoints[pick].name)
+        policy.placed(ask, endpoints[pick])
         self._out.append(
             Dispatch(
                 request=event.request, attempt=number, endpoint=endpoints[pick].name, decision=decision.id

@@ -11,23 +11,37 @@ from collections.abc import Callable, Iterable, Iterator
 from sumibi.core.errors import ConfigError
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.decisions import Decision, Rerun
+from sumibi.routing.policies import cost, least_loaded, round_robin, uniform
 from sumibi.routing.policies.base import Ask, Policy, Pure, Scorer, least
-from sumibi.routing.policies.cost import scores as cost
-from sumibi.routing.policies.simple import least_loaded, random, round_robin
+from sumibi.routing.policies.dynamo_kv import DynamoKv
+from sumibi.routing.policies.llmd_precise import Precise
+from sumibi.routing.policies.llmd_sticky import StickyUntilSaturated
+from sumibi.routing.policies.llmd_weighted import Weighted
+from sumibi.routing.policies.session_sticky import SessionSticky
+from sumibi.routing.policies.sglang_cache_aware import CacheAware
 
 __all__ = ["POLICIES", "PRICED", "SCORERS", "Ask", "Policy", "least", "make_policy", "rerun"]
 
 SCORERS: dict[str, Scorer] = {
-    "cost": cost,
-    "round-robin": round_robin,
-    "random": random,
-    "least-loaded": least_loaded,
+    "cost": cost.scores,
+    "round-robin": round_robin.scores,
+    "random": uniform.scores,
+    "least-loaded": least_loaded.scores,
 }
 """Policies that are functions of a decision record."""
 PRICED = frozenset({"cost"})
 """Those that look at seconds: under another policy only the pick of a record is priced."""
 
-_STATEFUL: dict[str, Callable[[RouterConfig], Policy]] = {}
+_STATEFUL: dict[str, Callable[[RouterConfig], Policy]] = {
+    "session-sticky": lambda config: SessionSticky(),
+    "sglang-cache-aware": lambda config: CacheAware(),
+    "llmd-weighted": lambda config: Weighted(config.approximate_match_tokens),
+    "llmd-precise": lambda config: Precise(),
+    "llmd-sticky-until-saturated": lambda config: StickyUntilSaturated(
+        config.r_peak_tokens_per_s, config.sticky_limit_s, config.approximate_match_tokens
+    ),
+    "dynamo-kv": lambda config: DynamoKv(agentic=config.dynamo_agentic),
+}
 
 POLICIES: tuple[str, ...] = (*SCORERS, *_STATEFUL)
 """All names."""

@@ -50,8 +50,8 @@ class Policy:
         """One score for each candidate (`endpoints` are theirs, in the same order). The least wins."""
         raise NotImplementedError
 
-    def placed(self, ask: Ask, endpoint: str) -> None:
-        """`ask` goes to `endpoint`: it is about to be sent."""
+    def placed(self, ask: Ask, endpoint: Endpoint) -> None:
+        """`ask` goes to `endpoint`: it is about to be sent. Comes right after its `choose`."""
 
     def first_token(self, request: str) -> None:
         """The first byte of an answer to the request that was placed came."""
