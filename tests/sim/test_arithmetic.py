@@ -25,9 +25,12 @@ from sumibi.sim.arithmetic import (
     RoundRobin,
     Sticky,
     Stream,
+    belady_runs,
     bound,
+    endless_runs,
     in_order,
     infinite_cache,
+    lru_runs,
     play,
     pooled_belady,
     pooled_lru,
@@ -267,6 +270,36 @@ def test_a_trace_with_global_ids_on_eight_replicas(
     if blocks == 2_048:
         uncached = [counts[i].uncached_tokens for i in (0, 2, 3, 4)]
         assert uncached == [54_399_364, 28_022_148, 28_061_572, 31_393_156]
+
+
+# blocks, hit tokens of LRU, of the optimal rule: `kvcache-simulator` 0.1.3 on the last 1,997 requests
+# (scripts/kvcache_oracle.py prints them)
+ORACLE = [
+    (90, 326_656, 3_266_037),
+    (181, 766_776, 5_372_169),
+    (362, 1_735_939, 8_092_656),
+    (725, 3_840_883, 11_515_717),
+    (1_450, 6_580_028, 15_789_496),
+    (2_900, 10_323_230, 21_062_293),
+    (5_801, 16_502_897, 26_248_431),
+    (11_602, 23_445_039, 31_007_896),
+    (23_205, 29_416_722, 31_535_563),
+]
+
+
+@traced
+def test_a_foreign_simulator_counts_the_same(mooncake: Stream):
+    def hit_tokens(runs: list[int]) -> int:
+        """By its rules: an exactly repeated partial last block is a hit, and so is the last token."""
+        counted = zip(runs[1_996:], mooncake.requests[1_996:], strict=True)
+        return sum(min(run * 512, request.tokens) for run, request in counted)
+
+    assert sum(request.tokens for request in mooncake.requests[1_996:]) == 36_552_394
+    assert hit_tokens(endless_runs(mooncake)) == 31_535_563
+    lru = lru_runs(mooncake, [blocks for blocks, _, _ in ORACLE])
+    assert [hit_tokens(runs) for runs in lru] == [hits for _, hits, _ in ORACLE]
+    optimal = [belady_runs(mooncake, blocks) for blocks, _, _ in ORACLE]
+    assert [hit_tokens(runs) for runs in optimal] == [hits for _, _, hits in ORACLE]
 
 
 def random_stream(rng: random.Random, requests: int) -> Stream:

@@ -151,8 +151,38 @@ def in_order(prepared: Stream, users: int | None = None) -> Stream:
 
 def infinite_cache(stream: Stream) -> list[int]:
     """Tokens of each prompt that an endless cache would have."""
+    runs = endless_runs(stream)
+    return [
+        min(run, request.usable) * stream.block_tokens
+        for run, request in zip(runs, stream.requests, strict=True)
+    ]
+
+
+def bound(stream: Stream) -> Count:
+    """What an endless cache gives: no router can do better."""
+    return count(stream, endless_runs(stream))
+
+
+def pooled_lru(stream: Stream, capacities_blocks: Sequence[int]) -> list[Count]:
+    """One LRU cache of each capacity."""
+    return [count(stream, runs) for runs in lru_runs(stream, capacities_blocks)]
+
+
+def pooled_belady(stream: Stream, capacity_blocks: int) -> Count:
+    """One cache that knows the future: nothing of this capacity does better."""
+    return count(stream, belady_runs(stream, capacity_blocks))
+
+
+def count(stream: Stream, runs: Sequence[int]) -> Count:
+    """Hits from the leading resident blocks of each prompt."""
+    hits = sum(min(run, request.usable) for run, request in zip(runs, stream.requests, strict=True))
+    return Count(hits * stream.block_tokens, stream.tokens)
+
+
+def endless_runs(stream: Stream) -> list[int]:
+    """Leading resident blocks of each prompt in an endless cache."""
     seen = bytearray(len(stream.lengths))
-    hits = []
+    runs = []
     for request in stream.requests:
         run = 0
         for edge in request.edges:
@@ -163,17 +193,12 @@ def infinite_cache(stream: Stream) -> list[int]:
             if seen[edge]:
                 break
             seen[edge] = 1
-        hits.append(min(run, request.usable) * stream.block_tokens)
-    return hits
+        runs.append(run)
+    return runs
 
 
-def bound(stream: Stream) -> Count:
-    """What an endless cache gives: no router can do better."""
-    return Count(sum(infinite_cache(stream)), stream.tokens)
-
-
-def pooled_lru(stream: Stream, capacities_blocks: Sequence[int]) -> list[Count]:
-    """One LRU cache of each capacity, all in one pass.
+def lru_runs(stream: Stream, capacities_blocks: Sequence[int]) -> list[list[int]]:
+    """Leading resident blocks of each prompt in one LRU cache of each capacity, all in one pass.
 
     A prompt's blocks are touched from last to first. So the stack, youngest first, is for each request from
     the last to the first a stretch of one chain: what it touched and no later one did. On a prompt's way
@@ -183,7 +208,7 @@ def pooled_lru(stream: Stream, capacities_blocks: Sequence[int]) -> list[Count]:
     lengths = stream.lengths
     touched = [-1] * len(lengths)
     stretches = _Fenwick(len(stream.requests))
-    hits = [0] * len(capacities_blocks)
+    results: list[list[int]] = [[] for _ in capacities_blocks]
     for number, request in enumerate(stream.requests):
         runs = [0] * len(capacities_blocks)
         found = [group for group in _grouped(request.edges, touched, lengths) if group[0] >= 0]
@@ -196,13 +221,15 @@ def pooled_lru(stream: Stream, capacities_blocks: Sequence[int]) -> list[Count]:
         stretches.add(number, len(request.keys))
         for edge in request.edges:
             touched[edge] = number
-        for i, run in enumerate(runs):
-            hits[i] += min(run, request.usable)
-    return [Count(hit * stream.block_tokens, stream.tokens) for hit in hits]
+        for result, run in zip(results, runs, strict=True):
+            result.append(run)
+    return results
 
 
-def pooled_belady(stream: Stream, capacity_blocks: int) -> Count:
-    """One cache that evicts what is used again last, of one prompt its deepest block first.
+def belady_runs(stream: Stream, capacity_blocks: int) -> list[int]:
+    """Leading resident blocks of each prompt in one cache that evicts what is used again last.
+
+    Of blocks that are used again by the same prompt, the deepest goes first.
 
     A block that is never used again is not kept. All blocks whose next use is the same request lie on that
     request's path, so residents are kept as stretches of depths by the request that wants them next.
@@ -210,14 +237,14 @@ def pooled_belady(stream: Stream, capacity_blocks: int) -> Count:
     wanted: dict[int, list[tuple[int, int]]] = {}
     farthest: list[int] = []
     size = 0
-    hits = 0
-    for number, (request, following) in enumerate(zip(stream.requests, _next_uses(stream), strict=True)):
+    runs = []
+    for number, following in enumerate(_next_uses(stream)):
         run = 0
         for start, end in wanted.pop(number, ()):
             size -= end - start
             if start == run:
                 run = end
-        hits += min(run, request.usable)
+        runs.append(run)
         for next_use, start, end in following:
             if next_use not in wanted:
                 wanted[next_use] = []
@@ -234,7 +261,7 @@ def pooled_belady(stream: Stream, capacity_blocks: int) -> Count:
             size -= dropped
             if dropped < end - start:
                 last.append((start, end - dropped))
-    return Count(hits * stream.block_tokens, stream.tokens)
+    return runs
 
 
 class Fleet:

@@ -1,0 +1,43 @@
+"""Ask PyPI `kvcache-simulator` 0.1.3 for the values that tests/sim/test_arithmetic.py has recorded.
+
+    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install kvcache-simulator==0.1.3
+    python scripts/kvcache_oracle.py /tmp/oracle/bin/kvcache-simulator ../shared/traces/mooncake/synthetic_trace.jsonl.xz
+
+Prints one line a cache size: blocks, hit tokens of LRU, hit tokens of the optimal rule. It counts the last
+half of the requests, and lets a prompt that ends with a known partial block use all of it.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sumibi.bench.traces.lines import read_lines
+
+
+def main(simulator: str, trace: Path) -> None:
+    """Run it on a copy of the trace with the `block_size` that it wants in each line."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as copy:
+        for _, line in read_lines(trace):
+            copy.write(json.dumps(json.loads(line) | {"block_size": 512}) + "\n")
+        copy.flush()
+        options = (
+            "--model glm-5.2 --kv-precision fp8_int8 --indexer-precision fp4_int4 --policies lru,optimal"
+        )
+        run = subprocess.run(
+            [simulator, "run", "--trace", copy.name, *options.split(), *"--backend python".split(),
+             "--no-progress", "--format", "json"],
+            capture_output=True, check=True, timeout=600,
+        )  # fmt: skip
+    found = json.loads(run.stdout)
+    print(f"bound {found['ceiling']['hitTokens']:_} of {found['metadata']['totalMeasuredTokens']:_}")
+    for point in found["points"]:
+        lru, optimal = (point["results"][name]["hitTokens"] for name in ("lru", "optimal"))
+        print(f"({point['cacheBlocks']:_}, {lru:_}, {optimal:_}),")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(sys.argv[1], Path(sys.argv[2]))
