@@ -46,6 +46,10 @@ class Session:
     model: str = "model"
     tenant: str = ""
     priority: int = 0
+    stage: int = 0
+    """Open loop: its `start_s` counts from the start of this stage, which begins when all requests of the
+    stage before are over and a pause has passed.
+    """
 
     def prompt_keys(self, turn: Turn) -> list[int]:
         """Routing keys of the turn's full blocks."""
@@ -59,6 +63,8 @@ class Workload:
     name: str
     block_tokens: int
     sessions: list[Session] = field(default_factory=list)
+    stage_gap_s: float = 30.0
+    """Pause between two stages."""
 
     @property
     def requests(self) -> int:

@@ -1,0 +1,540 @@
+"""The loop of events around the router and the replicas: a shell like the gateway, with a clock of its own.
+
+The router gets what a gateway would tell it, when it would hear of it: nothing here looks into it, and
+nothing of it knows that it is simulated. What it is told can be written down (`log`) and replayed
+(`routing.recording`).
+
+KV events reach the router as recorded logs hold them: a batch with its number and no events, followed by
+what it meant for the index (`Residency`), so that no token ids need to exist. Batches cannot be asked for
+again, so each is taken when it comes.
+"""
+
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from math import exp, inf, log
+from random import Random
+
+import msgspec
+
+from sumibi.core.errors import ConfigError
+from sumibi.core.kvevents import EventBatch
+from sumibi.core.latency import LatencyModel
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.events import (
+    Admitted,
+    Arrived,
+    Change,
+    Dispatch,
+    Dispatched,
+    EndpointDown,
+    EndpointUp,
+    EngineBatch,
+    Event,
+    Finished,
+    FinishReason,
+    FirstToken,
+    Instruction,
+    Refuse,
+    Residency,
+    Signals,
+    Tick,
+    WakeAt,
+)
+from sumibi.routing.router import Router
+from sumibi.sim.fleet import Fault, FleetSpec, Group
+from sumibi.sim.replica import OVER, Job, Replica
+from sumibi.sim.results import NAN, Calls, Status
+from sumibi.sim.sessions import Player, Playing
+from sumibi.sim.workload import Workload
+
+WRONG_BY = 3.0
+"""Wrong constants are off by a factor between 1/3 and 3, even on a logarithmic scale."""
+_PROGRESS_EVERY = 64
+
+
+class Call:
+    """One request on its way."""
+
+    __slots__ = (
+        "arrival_s",
+        "attempt",
+        "dispatch_s",
+        "first_s",
+        "index",
+        "job",
+        "keys",
+        "name",
+        "over",
+        "playing",
+        "predicted_tokens",
+        "site",
+        "unavoidable_tokens",
+    )
+
+    def __init__(self, name: str, playing: Playing, index: int, keys: list[int], arrival_s: float) -> None:
+        self.name = name
+        self.playing = playing
+        self.index = index
+        self.keys = keys
+        self.arrival_s = arrival_s
+        self.dispatch_s = self.first_s = NAN
+        self.attempt = 0
+        self.site: Site | None = None
+        self.job: Job | None = None
+        self.predicted_tokens = 0
+        self.unavoidable_tokens = 0
+        self.over = False
+
+
+class Site:
+    """A replica with what surrounds it: its place in the fleet, its KV event stream, its metrics page."""
+
+    __slots__ = (
+        "alive",
+        "armed_s",
+        "latency",
+        "life",
+        "lost_until_s",
+        "model",
+        "number",
+        "replica",
+        "scrape_interval_s",
+        "scrape_next_s",
+        "scraped",
+        "sequence",
+        "start_s",
+    )
+
+    def __init__(
+        self, number: int, replica: Replica, model: str, latency: LatencyModel, scrape_interval_s: float
+    ) -> None:
+        self.number = number
+        self.replica = replica
+        self.model = model
+        self.latency = latency
+        """As the router is told."""
+        self.alive = True
+        self.life = 0
+        self.start_s = 0.0
+        """Of its process."""
+        self.armed_s = inf
+        self.sequence = 0
+        """Of the next KV event batch."""
+        self.lost_until_s = -inf
+        self.scrape_interval_s = scrape_interval_s
+        self.scrape_next_s = 0.0
+        self.scraped: tuple[int, int, float] | None = None
+
+
+_Action = Callable[[float, object], None]
+
+
+class World:
+    """One simulation. `run` plays it to its end."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        fleet: FleetSpec,
+        config: RouterConfig,
+        *,
+        users: int | None,
+        seed: int,
+        wrong_constants: bool,
+        noise: float,
+        observer: Callable[[Event], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.router = Router(config, observer=observer)
+        self.calls = Calls()
+        self._workload = workload
+        self._fleet = fleet
+        self._progress = progress
+        self._heap: list[tuple[float, int, Callable[[float, object], None], object]] = []
+        self._pushed = 0
+        self._calls_made = 0
+        self._open: dict[str, Call] = {}
+        self._seen: set[int] = set()
+        """Keys of all prompts so far."""
+        self._models = {group.model for group in fleet.groups}
+        self.sites: list[Site] = []
+        self._by_name: dict[str, Site] = {}
+        errors: dict[LatencyModel, LatencyModel] = {}
+        for number, (name, group) in enumerate(fleet.endpoints()):
+            replica = Replica(name, group, workload.block_tokens, noise=noise, seed=seed * 1009 + number)
+            latency = replica.times.model
+            if wrong_constants:
+                latency = errors.setdefault(latency, _wrong(latency, seed, len(errors)))
+            site = Site(number, replica, group.model, latency, fleet.scrape_interval_s)
+            self.sites.append(site)
+            self._by_name[name] = site
+        self._player = Player(workload, users, seed, self._expect)
+        self._total = self._player.left
+
+    def run(self) -> float:
+        """Play to the end. Returns the virtual time of the last request's end."""
+        for site in self.sites:
+            self._up(0.0, site)
+        for fault in self._fleet.faults:
+            self._push(fault.at_s, self._fault, fault)
+        self._push(0.0, self._scrape, None)
+        self._player.begin()
+        heap, player = self._heap, self._player
+        t = 0.0
+        while player.left:
+            t, _, action, what = heappop(heap)
+            action(t, what)
+        if self._progress is not None:
+            self._progress(self._total, self._total)
+        return t
+
+    # --- the loop ---
+
+    def _push(self, t: float, action: Callable[[float, object], None], what: object) -> None:
+        self._pushed += 1
+        heappush(self._heap, (t, self._pushed, action, what))
+
+    def _tell(self, event: Event) -> None:
+        """Give the router an event and carry out what it answers."""
+        instructions = self.router.handle(event)
+        if instructions:
+            self._obey(event.t, instructions)
+
+    def _obey(self, t: float, instructions: Iterable[Instruction]) -> None:
+        for instruction in list(instructions):
+            match instruction:
+                case Dispatch():
+                    self._dispatch(t, instruction)
+                case Refuse():
+                    call = self._open[instruction.request]
+                    self._close(t, call, Status.REFUSED)
+                case WakeAt():
+                    self._push(max(t, instruction.at), self._tick, None)
+                case _:
+                    pass
+
+    def _tick(self, t: float, _: object) -> None:
+        self._tell(Tick(t=t))
+
+    # --- requests ---
+
+    def _expect(self, t: float, playing: Playing, index: int) -> None:
+        self._push(t, self._arrive, (playing, index))
+
+    def _arrive(self, t: float, what: object) -> None:
+        assert isinstance(what, tuple)
+        playing, index = what
+        session = playing.session
+        turn = session.turns[index]
+        keys = session.prompt_keys(turn)
+        self._calls_made += 1
+        call = Call(f"r{self._calls_made}", playing, index, keys, t)
+        self._open[call.name] = call
+        call.unavoidable_tokens = turn.prompt_tokens - self._known(keys, turn.prompt_tokens)
+        if self._fleet.timeout_s is not None:
+            self._push(t + self._fleet.timeout_s, self._give_up, call)
+        self._tell(
+            Arrived(
+                t=t,
+                request=call.name,
+                model=self._model(session.model),
+                keys=keys,
+                prompt_tokens=turn.prompt_tokens,
+                max_tokens=turn.max_tokens,
+                tenant=session.tenant,
+                priority=session.priority,
+                stream=True,
+            )
+        )
+        if not call.over:
+            self._tell(Admitted(t=t, request=call.name))
+
+    def _model(self, asked: str) -> str:
+        """Traces name other models than the fleet serves: where it serves one, that one is meant."""
+        if asked in self._models:
+            return asked
+        if len(self._models) == 1:
+            return next(iter(self._models))
+        raise ConfigError(f"a session asks for model {asked!r}, the fleet has {sorted(self._models)}")
+
+    def _known(self, keys: list[int], prompt_tokens: int) -> int:
+        """Tokens of a prompt that an infinite cache would have; its blocks are known from now on."""
+        seen, block = self._seen, self._workload.block_tokens
+        low, high = 0, len(keys)
+        if high and keys[-1] in seen:
+            low = high
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if keys[middle - 1] in seen:
+                low = middle
+            else:
+                high = middle - 1
+        seen.update(keys[low:])
+        return min(low, (prompt_tokens - 1) // block) * block
+
+    def _dispatch(self, t: float, instruction: Dispatch) -> None:
+        call = self._open[instruction.request]
+        site = self._by_name[instruction.endpoint]
+        call.attempt = instruction.attempt
+        call.site = site
+        call.dispatch_s = t
+        decision = self.router.decision(instruction.decision)
+        assert decision is not None
+        call.predicted_tokens = decision.picked.reused_tokens
+        self._tell(Dispatched(t=t, request=call.name, attempt=call.attempt, endpoint=instruction.endpoint))
+        self._push(t + self._fleet.overhead_s, self._enter, (call, call.attempt))
+
+    def _enter(self, t: float, what: object) -> None:
+        """The request comes to the engine's queue."""
+        assert isinstance(what, tuple)
+        call, attempt = what
+        if call.over or call.attempt != attempt:
+            return
+        site, turn = call.site, call.playing.session.turns[call.index]
+        if not site.alive:
+            self._attempt_failed(t, call, FinishReason.REFUSED)
+        elif not site.replica.fits(turn.prompt_tokens, turn.output_tokens):
+            self._finish(t, call, FinishReason.REJECTED, Status.REJECTED)
+        else:
+            call.job = Job(call, call.keys, turn.prompt_tokens, max(1, turn.output_tokens))
+            site.replica.submit(call.job, t)
+            self._arm(site)
+
+    def _advance(self, t: float, what: object) -> None:
+        """The phase of a replica may be over."""
+        assert isinstance(what, Site)
+        site, replica = what, what.replica
+        if site.armed_s == t:
+            site.armed_s = inf
+        if replica.due_s != t:
+            return
+        replica.advance(t)
+        if replica.first:
+            for job in replica.first:
+                call = job.owner
+                assert isinstance(call, Call)
+                call.first_s = t
+                self._tell(FirstToken(t=t, request=call.name, attempt=call.attempt))
+            replica.first.clear()
+        if replica.done:
+            for job in replica.done:
+                call = job.owner
+                assert isinstance(call, Call)
+                self._finish(t, call, FinishReason.STOP, Status.DONE)
+            replica.done.clear()
+        if replica.changes:
+            self._publish(t, site)
+        self._arm(site)
+
+    def _arm(self, site: Site) -> None:
+        due = site.replica.due_s
+        if due < site.armed_s:
+            site.armed_s = due
+            self._push(due, self._advance, site)
+        elif due > site.armed_s:
+            # The event that is armed finds that it came too early.
+            site.armed_s = due
+            if due < inf:
+                self._push(due, self._advance, site)
+
+    def _finish(self, t: float, call: Call, reason: FinishReason, status: Status) -> None:
+        """An attempt ended for good."""
+        job = call.job
+        done = status is Status.DONE
+        self._tell(
+            Finished(
+                t=t,
+                request=call.name,
+                attempt=call.attempt,
+                reason=reason,
+                answered=call.first_s == call.first_s,
+                prompt_tokens=job.prompt_tokens if done and job else None,
+                cached_tokens=job.cached_tokens if done and job else None,
+                output_tokens=job.output_tokens if done and job else None,
+            )
+        )
+        self._close(t, call, status)
+
+    def _attempt_failed(self, t: float, call: Call, reason: FinishReason) -> None:
+        """An attempt ended badly: the router may try another endpoint."""
+        before = call.attempt
+        answered = call.first_s == call.first_s
+        self._tell(Finished(t=t, request=call.name, attempt=before, reason=reason, answered=answered))
+        if call.attempt == before and not call.over:
+            self._close(t, call, Status.FAILED)
+
+    def _give_up(self, t: float, what: object) -> None:
+        assert isinstance(what, Call)
+        call = what
+        if call.over:
+            return
+        if call.job is not None and call.site is not None and call.job.state != OVER:
+            call.site.replica.abort(call.job, t)
+            self._arm(call.site)
+        self._finish(t, call, FinishReason.CLIENT_GONE, Status.TIMEOUT)
+
+    def _close(self, t: float, call: Call, status: Status) -> None:
+        """Write its row; its session goes on."""
+        call.over = True
+        del self._open[call.name]
+        rows, turn, job = self.calls, call.playing.session.turns[call.index], call.job
+        rows.arrival_s.append(call.arrival_s)
+        rows.dispatch_s.append(call.dispatch_s)
+        rows.first_s.append(call.first_s)
+        rows.end_s.append(t)
+        rows.endpoint.append(call.site.number if call.site is not None else -1)
+        rows.prompt_tokens.append(turn.prompt_tokens)
+        rows.cached_tokens.append(job.cached_tokens or 0 if job is not None else 0)
+        rows.host_tokens.append(job.host_tokens if job is not None else 0)
+        rows.predicted_tokens.append(call.predicted_tokens)
+        rows.unavoidable_tokens.append(call.unavoidable_tokens)
+        rows.output_tokens.append(turn.output_tokens)
+        rows.status.append(status)
+        rows.attempts.append(call.attempt)
+        rows.priority.append(call.playing.session.priority)
+        rows.stage.append(call.playing.stage)
+        self._player.over(t, call.playing, call.index)
+        if self._progress is not None and not len(rows) % _PROGRESS_EVERY:
+            self._progress(len(rows), self._total)
+
+    # --- what the router hears of replicas ---
+
+    def _up(self, t: float, what: object) -> None:
+        assert isinstance(what, Site)
+        site = what
+        group: Group = site.replica.group
+        self._tell(
+            EndpointUp(
+                t=t,
+                endpoint=site.replica.name,
+                models=[site.model],
+                engine_block_tokens=self._workload.block_tokens,
+                kv_tokens=group.kv_tokens,
+                max_sequences=group.max_sequences,
+                has_events=self._fleet.kv_event_delay_s is not None,
+                latency=site.latency,
+                process_start_s=site.start_s,
+            )
+        )
+
+    def _publish(self, t: float, site: Site) -> None:
+        """One batch of KV events."""
+        changes = site.replica.changes
+        site.replica.changes = []
+        delay_s = self._fleet.kv_event_delay_s
+        if delay_s is None:
+            return
+        sequence = site.sequence
+        site.sequence += 1
+        if t >= site.lost_until_s:
+            self._push(t + delay_s, self._deliver, (site, site.life, sequence, t, changes))
+
+    def _deliver(self, t: float, what: object) -> None:
+        assert isinstance(what, tuple)
+        site, life, sequence, sent_s, changes = what
+        if life != site.life:
+            return
+        name = site.replica.name
+        batch = EventBatch(seq=sequence, ts=sent_s, events=[])
+        self._tell(EngineBatch(t=t, endpoint=name, batch=batch, digest=life << 40 | sequence))
+        told: list[Change] = changes
+        self._tell(Residency(t=t, endpoint=name, changes=told))
+
+    def _scrape(self, t: float, _: object) -> None:
+        """Read the metrics pages that are due. One that says what it said last is not told again."""
+        for site in self.sites:
+            if t < site.scrape_next_s or not site.alive:
+                continue
+            site.scrape_next_s = t + site.scrape_interval_s - 1e-9
+            replica = site.replica
+            page = (replica.running, replica.queued, replica.kv_usage)
+            if page != site.scraped:
+                site.scraped = page
+                self._tell(
+                    Signals(
+                        t=t,
+                        endpoint=replica.name,
+                        scraped_t=t,
+                        running=page[0],
+                        waiting=page[1],
+                        kv_usage=page[2],
+                        process_start_s=site.start_s,
+                    )
+                )
+        self._push(t + self._fleet.scrape_interval_s, self._scrape, None)
+
+    # --- faults ---
+
+    def _fault(self, t: float, what: object) -> None:
+        assert isinstance(what, Fault)
+        fault, site = what, self._by_name[what.endpoint]
+        until_s, detect_s = fault.until_s, self._fleet.detect_s
+        match fault.kind:
+            case "slow":
+                site.replica.slow(fault.factor, t)
+                self._arm(site)
+            case "down":
+                self._push(t + detect_s, self._down, site)
+                if until_s is not None:
+                    self._push(until_s + detect_s, self._up, site)
+            case "restart":
+                self._die(t, site)
+            case "lose-events":
+                site.lost_until_s = until_s if until_s is not None else inf
+            case "scrape":
+                site.scrape_interval_s = fault.factor
+        if until_s is not None and fault.kind in ("slow", "restart", "scrape"):
+            self._push(until_s, self._mend, fault)
+
+    def _mend(self, t: float, what: object) -> None:
+        assert isinstance(what, Fault)
+        fault, site = what, self._by_name[what.endpoint]
+        match fault.kind:
+            case "slow":
+                site.replica.slow(1.0, t)
+                self._arm(site)
+            case "restart":
+                site.alive = True
+                site.start_s = t
+                self._push(t + self._fleet.detect_s, self._up, site)
+            case _:
+                site.scrape_interval_s = self._fleet.scrape_interval_s
+
+    def _down(self, t: float, what: object) -> None:
+        assert isinstance(what, Site)
+        self._tell(EndpointDown(t=t, endpoint=what.replica.name, cause="health check failed"))
+
+    def _die(self, t: float, site: Site) -> None:
+        """The process ends. Connections break at once; health checks notice later."""
+        site.alive = False
+        site.life += 1
+        site.sequence = 0
+        site.scraped = None
+        lost = site.replica.die()
+        self._arm(site)
+        self._push(t + self._fleet.detect_s, self._down_if_dead, site)
+        for job in lost:
+            call = job.owner
+            assert isinstance(call, Call)
+            call.job = None
+            self._attempt_failed(t, call, FinishReason.ENGINE_GONE)
+
+    def _down_if_dead(self, t: float, what: object) -> None:
+        assert isinstance(what, Site)
+        if not what.alive:
+            self._down(t, what)
+
+
+def _wrong(true: LatencyModel, seed: int, number: int) -> LatencyModel:
+    """Coefficients off by one factor for prefill and another for decode."""
+    random = Random(f"wrong constants {seed} {number}")
+    prefill, decode = (exp((2.0 * random.random() - 1.0) * log(WRONG_BY)) for _ in range(2))
+    return msgspec.structs.replace(
+        true,
+        a_s=true.a_s * prefill,
+        b_s=true.b_s * prefill,
+        q_s=true.q_s * prefill,
+        d0_s=true.d0_s * decode,
+        d1_s=true.d1_s * decode,
+        d2_s=true.d2_s * decode,
+    )
