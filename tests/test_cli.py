@@ -48,7 +48,7 @@ def test_help_imports_nothing_heavy(verb):
     ("words", "code", "said"),
     [
         (["up", "--stack", "nowhere.yaml"], 2, "cannot read the stack file nowhere.yaml"),
-        (["up", "--policy", "random"], 2, "command line: gateway.policy is 'random'"),
+        (["up", "--policy", "nearest"], 2, "command line: gateway.policy is 'nearest'"),
         (["up", "--engines", "0"], 2, "command line: engines.count is 0"),
         (["up", "--engines", "two"], 2, "--engines"),
         (["up", "--model", "/nowhere/model"], 3, "/nowhere/model"),

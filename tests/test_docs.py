@@ -10,7 +10,7 @@ import typer.main
 import yaml
 
 from sumibi.cli import app
-from sumibi.stack import Stack, known_keys, load_stack
+from sumibi.stack import POLICIES, Stack, known_keys, load_stack
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,6 +77,11 @@ def test_the_example_stack_file_is_valid(tmp_path):
     file = tmp_path / "stack.yaml"
     file.write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
     assert load_stack(file) == Stack()
+
+
+def test_the_policies_page_lists_every_policy_once():
+    page = (ROOT / "docs/policies.md").read_text()
+    assert tuple(re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE)) == POLICIES
 
 
 def test_every_decision_is_listed():

@@ -6,7 +6,8 @@ import pytest
 
 from sumibi.core.errors import ConfigError
 from sumibi.engine import fetch
-from sumibi.stack import DEFAULT_MODEL, Stack, known_keys, load_stack
+from sumibi.routing import policies
+from sumibi.stack import DEFAULT_MODEL, POLICIES, Stack, known_keys, load_stack
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -52,8 +53,8 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
         ("engines:\n  count: 0\n", "line 2: engines.count is 0: input should be greater than or equal to 1"),
         ("gateway:\n  port: 70000\n", "gateway.port is 70000: input should be less than or equal to 65535"),
         (
-            "gateway:\n  policy: random\n",
-            "gateway.policy is 'random': input should be 'cost', 'round-robin' or",
+            "gateway:\n  policy: nearest\n",
+            "gateway.policy is 'nearest': input should be 'cost', 'round-robin', 'random',",
         ),
         ("engines: 2\n", "line 1: engines is 2: it must be a mapping (count, cores_each, first_port,"),
         ("gateway:\n  port: 8002\n", "engines.first_port and gateway.port both take port 8002"),
@@ -83,6 +84,10 @@ def test_a_wrong_flag_is_blamed_on_the_command_line(tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"cannot read the stack file nowhere\.yaml"):
         load_stack(Path("nowhere.yaml"))
+
+
+def test_every_policy_of_the_router_may_be_named():
+    assert POLICIES == policies.POLICIES
 
 
 def test_every_key_says_what_it_means():

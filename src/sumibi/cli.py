@@ -49,7 +49,7 @@ AdminPort = Annotated[
 ]
 Policy = Annotated[
     str | None,
-    typer.Option(help="How a replica is chosen: cost, round-robin or least-loaded. [default: cost]"),
+    typer.Option(help="How a replica is chosen; docs/policies.md lists the names. [default: cost]"),
 ]
 
 
@@ -174,7 +174,7 @@ def serve(
         ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="How an engine is chosen: cost, round-robin or least-loaded.")
+        str, typer.Option(help="How an engine is chosen; docs/policies.md lists the names.")
     ] = "cost",
     kv_events: Annotated[
         list[str] | None,

@@ -24,7 +24,18 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_FILE = Path("stack.yaml")
 """Read by `sumibi up` if it lies in the current directory and no --stack is given."""
 
-Policy = Literal["cost", "round-robin", "least-loaded"]
+Policy = Literal[
+    "cost",
+    "round-robin",
+    "random",
+    "least-loaded",
+    "session-sticky",
+    "sglang-cache-aware",
+    "llmd-weighted",
+    "llmd-precise",
+    "llmd-sticky-until-saturated",
+    "dynamo-kv",
+]
 KeyPath = tuple[str, ...]
 
 

@@ -555,7 +555,7 @@ def test_ties_are_broken_by_use_and_then_by_the_request_s_name_alone():
 
 
 def test_an_unknown_policy_is_named_with_those_there_are():
-    with pytest.raises(ConfigError, match="cost, round-robin, random, least-loaded, session-sticky, .*, dynamo-kv"):
+    with pytest.raises(ConfigError, match=r"cost, round-robin, .*, session-sticky, .*, dynamo-kv"):
         Router(RouterConfig(policy="best"))
 
 

@@ -14,6 +14,7 @@ from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
 from sumibi.gateway.errors import error_body, error_event
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, Request, response_head
 from sumibi.gateway.metrics import ModelCounters
+from sumibi.gateway.session import session_of
 from sumibi.gateway.upstream import Call
 from sumibi.prompts.dialects import PromptKind, PromptRequest
 from sumibi.prompts.keys import Prompt
@@ -112,6 +113,7 @@ class Completion:
         self._shell = shell
         self._connection = connection
         self._target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
+        self._session = session_of(request.named, tenant)
         self._body = request.body
         self._one_zero = request.version == "1.0"
         self._forward = _forwarded(request, self._body, request_id, keep_authorization=keep_authorization)
@@ -143,6 +145,7 @@ class Completion:
                 prompt_tokens=prompt.prompt_tokens,
                 max_tokens=asked.max_tokens,
                 tenant=self.tenant,
+                session=self._session,
                 prompt_grade=PromptGrade(prompt.grade),
                 stream=asked.stream,
             )

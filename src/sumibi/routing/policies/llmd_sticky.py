@@ -6,7 +6,8 @@
     then: fewest tokens, in flight there plus those of this prompt that are not there
 
 An endpoint begins after (prompt tokens in flight) / R_peak; R_peak is the rate at which an idle one
-computes a chunk of 8,192 tokens. Source: llm-d-router, prefixcacheaffinity, inflightload and tokenload (Aug 2026).
+computes a chunk of 8,192 tokens.
+Source: llm-d-router, prefixcacheaffinity, inflightload and tokenload (Aug 2026).
 
 Known holes, kept: the gate is binary (a turn that adds more than a quarter to its prompt has no home); once
 it is open all endpoints are equal; it sees only prefills; it knows no KV capacity; one R_peak for all.
