@@ -11,8 +11,8 @@ batch and memory for the whole prompt last. When memory for output runs out, the
 its place and is computed again later.
 
 A prompt's full blocks are resident, and in use, from the end of the step that computed them. Output and the
-partial last block take memory but are not found by later prompts. Memory of output is counted in tokens plus
-half a block a sequence, its mean waste.
+partial last block take memory but are not found by later prompts: it is counted in tokens plus half a page a
+sequence, its mean waste (engines hand out pages of 16 tokens, whatever the block of the router's keys).
 """
 
 from collections import deque
@@ -28,6 +28,7 @@ from sumibi.sim.histogram import Histogram
 from sumibi.sim.host import HostCache
 
 DEVICE, HOST = "gpu", "cpu"
+PAGE_TOKENS = 16
 
 
 class Job:
@@ -326,8 +327,8 @@ class Replica:
         job.hold = cache.pin(keys, on_device)
         new = len(keys) - on_device
         private = job.target - len(keys) * block
-        # A block more for everyone who decodes, or the newcomer would be thrown out again at once.
-        needed = new + ceil(private / block) + 1 + self.sequences
+        # A page more for everyone who decodes, or the newcomer would be thrown out again at once.
+        needed = new + ceil((private + (self.sequences + 1) * PAGE_TOKENS) / block)
         if cache.capacity - cache.pinned - self._own_blocks() < needed:
             cache.unpin(job.hold)
             job.hold = None
@@ -444,8 +445,11 @@ class Replica:
 
     def _own_blocks(self) -> int:
         """Blocks that are taken or promised and have no key: output, partial blocks, prompts to compute."""
+        return self._output_blocks() + self._reserved
+
+    def _output_blocks(self) -> int:
         running = self.sequences + len(self.prefilling) + len(self.restoring)
-        return self._private // self.block_tokens + (running + 1) // 2 + self._reserved
+        return -(-(self._private + running * PAGE_TOKENS // 2) // self.block_tokens)
 
     def _steps_possible(self) -> int:
         """Steps until a sequence ends or memory is used up: 1 at least (there is room for one, see below)."""
@@ -486,9 +490,8 @@ class Replica:
 
     def _evict(self, new: int) -> None:
         """Evict until `new` more blocks fit beside what is resident and what output takes."""
-        running = self.sequences + len(self.prefilling)
-        taken = self._private // self.block_tokens + (running + 1) // 2 + self._arriving
-        over = self.cache.blocks + taken + new - self.cache.capacity
+        taken = self.cache.blocks + self._output_blocks() + self._arriving
+        over = taken + new - self.cache.capacity
         if over > 0:
             self.cache.evict(over)
 
