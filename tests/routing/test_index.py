@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_lab import REPEATABLE
 
-from sumibi.routing.index import BLOCK_BYTES, BlockIndex
+from sumibi.routing.index import BLOCK_BYTES, JOINED_BLOCKS, BlockIndex
 
 # A small forest: block key -> the block before it. Keys are not chained hashes here; the index does not care.
 PARENTS = {1: None, 2: 1, 3: 2, 4: 3, 5: 2, 6: 5, 7: None, 8: 7}
@@ -61,7 +61,105 @@ def test_runs_equal_a_scan_from_the_root_whatever_comes_and_goes(changes):
     assert [index.counts[h] for h in range(3)] == [sum(h == holder for h, _ in held) for holder in range(3)]
 
 
-def test_bisection_finds_every_holder_on_a_long_prompt():
+# Long chains that branch: each prompt is cut out of these, so that parts are longer than what is joined.
+TRUNK = list(range(1000, 1200))
+BRANCHES = [
+    TRUNK,
+    TRUNK[:120] + list(range(2000, 2100)),
+    TRUNK[:120] + list(range(2000, 2030)) + list(range(3000, 3080)),
+    list(range(4000, 4010)),
+]
+
+stretches = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "remove up", "remove down", "thin out", "copy", "clear"]),
+        st.integers(0, 2),
+        st.integers(0, len(BRANCHES) - 1),
+        st.integers(0, 220),
+        st.integers(1, 220),
+    ),
+    max_size=30,
+)
+
+
+@given(stretches)
+@settings(REPEATABLE, max_examples=120)
+def test_runs_equal_a_scan_when_chains_come_and_go_in_parts(changes):
+    index = BlockIndex(10_000)
+    held = {index.new_holder(): set() for _ in range(3)}
+    placed = set()
+    for what, holder, branch, start, blocks in changes:
+        chain = BRANCHES[branch]
+        start = min(start, len(chain) - 1)
+        part = chain[start : start + blocks]
+        if what == "add":
+            index.add(holder, chain[start - 1] if start else None, part)
+            held[holder] |= set(part)
+        elif what == "copy":
+            # Blocks that others have; none of which hangs from a parent that was only named.
+            known = [key for key in part if key in set().union(*held.values())]
+            if all(key in placed for key in known):
+                index.copy(holder, known)
+                held[holder] |= set(known)
+        elif what == "clear":
+            index.clear(holder)
+            held[holder] = set()
+        else:
+            gone = part if what == "remove down" else part[::-1]
+            gone = gone[::3] if what == "thin out" else gone
+            index.remove(holder, gone)
+            held[holder] -= set(gone)
+        index.check_integrity()
+        everyone = set().union(*held.values())
+        placed = {key for chain in BRANCHES for i, key in enumerate(chain) if set(chain[: i + 1]) <= everyone}
+        pairs = {(holder, key) for holder, keys in held.items() for key in keys}
+        for path in BRANCHES:
+            found, oracle = lengths(index, path, 3), {h: scan(pairs, path, h) for h in held}
+            assert found == oracle
+    assert index.counts == [len(held[holder]) for holder in held]
+
+
+def test_blocks_that_share_their_fate_are_kept_together_again_after_a_while_apart():
+    index, keys = BlockIndex(10_000), list(range(1, 1001))
+    first, second = index.new_holder(), index.new_holder()
+    for start in range(0, 1000, 16):
+        index.add(first, keys[start - 1] if start else None, keys[start : start + 16])
+    assert index.stretches == 1
+    for start in range(0, 480, 16):
+        index.add(second, keys[start - 1] if start else None, keys[start : start + 16])
+        assert index.stretches == 2
+    for key in reversed(keys[:480]):
+        index.remove(second, [key])
+        assert index.stretches <= 2
+    index.add(second, keys[979], [5001, 5002])
+    assert index.stretches == 3
+    index.remove(second, [5002, 5001])
+    assert index.stretches == 1
+
+
+def test_branches_that_come_and_go_do_not_tear_a_long_chain_to_pieces():
+    index, keys = BlockIndex(10_000), list(range(1, 2001))
+    holder, other = index.new_holder(), index.new_holder()
+    index.add(holder, None, keys)
+    for at in range(0, 2000, 7):
+        index.add(other, keys[at], [9001, 9002])
+        index.remove(other, [9002, 9001])
+        index.check_integrity()
+    assert index.stretches <= 2 * 2000 / JOINED_BLOCKS
+
+
+def test_a_placeless_block_finds_its_place_when_the_chain_before_it_is_told():
+    index, keys = BlockIndex(100), list(range(1, 9))
+    holder = index.new_holder()
+    index.add(holder, keys[3], keys[4:])
+    index.add(holder, None, keys[:3])
+    assert lengths(index, keys, 1) == {0: 3}
+    index.add(holder, keys[2], keys[3:4])
+    assert lengths(index, keys, 1) == {0: 8}
+    assert index.stretches == 1
+
+
+def test_every_holder_s_end_is_found_on_a_long_prompt():
     index, keys = BlockIndex(10_000), list(range(1, 1564))
     ends = [0, 1, 2, 700, 781, 782, 1562, 1563]
     for end in ends:

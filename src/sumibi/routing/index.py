@@ -1,18 +1,24 @@
-"""Which holder has which block: a trie of routing keys with two sets of holders at each block.
+"""Which holder has which block: a trie of routing keys in which blocks with the same fate are kept together.
 
 A *holder* is a place for blocks: one endpoint's device memory, its host memory, or what we believe an
 endpoint has because we sent it there. Holders are small numbers, sets of them Python integers used as bit
-sets. Each block has the set of holders that *hold* it, and the set whose *run* reaches it: they hold it and
-every block before it, up to the empty prefix. Only a run is worth anything to a prompt.
+sets.
 
-Runs shrink along a chain, so the longest run of every holder over a prompt's keys is found by bisection on
-the keys, all holders at once: two look-ups when everybody agrees, some eleven for each holder that ends
-elsewhere in 1,500 blocks, and never more than one for each key. Because runs are kept up to date when
-blocks come and go (a block stored or removed in the middle of a chain changes those behind it), this equals
-a scan from the root even when caches have holes.
+A *stretch* is a part of one chain without a branch whose blocks are held by the same holders. Prompts come
+and go in stretches, so there are far fewer of these than of blocks, and most work is done for a stretch at
+a time: to find how far all holders have a prompt is one step for each stretch on its way, some tens for a
+long conversation that many endpoints have to different lengths. A prompt follows a stretch to its end if it
+has the stretch's last key, for a key is chained: it names all before it. So this equals a scan from the root
+block by block, whatever holes the caches have.
 
-Blocks live in parallel arrays at small slot numbers rather than in objects: less memory, and nothing for
-the garbage collector to walk. A block that nobody holds stays only as long as others hang from it.
+Two stretches that could be one are made one only if the shorter is short: cutting and joining cost no more
+than what is moved, and branches that come and go do not move the same long stretch again and again.
+
+A block that nobody holds stays only as long as others hang from it. One that is named as a parent only has
+no known place (`_UNKNOWN`): what hangs from it is in nobody's run until that place is told.
+
+Stretches live in parallel arrays at small numbers rather than in objects, and their keys in arrays of
+machine words: less memory, and next to nothing for the garbage collector to walk.
 
 The index knows nothing of engines, events or endpoints' names.
 """
@@ -23,12 +29,16 @@ from collections.abc import Iterable, Sequence
 from sumibi.core.errors import SumibiError
 
 _NONE = -1
-"""No slot: as a parent, the empty prefix."""
+"""No stretch: as a parent, the empty prefix."""
 _UNKNOWN = -2
 """A parent that was never named: a run cannot reach this block."""
 
-BLOCK_BYTES = 150
-"""Estimate for one block: its dictionary entry, key and slot number 110, arrays 40; most sets are shared."""
+JOINED_BLOCKS = 64
+"""Stretches up to this length are joined with a neighbour that has the same holders."""
+BLOCK_BYTES = 100
+"""Estimate for one block: its key 48, its dictionary entry 40, its place in a stretch 8 and some spare."""
+STRETCH_BYTES = 160
+"""Estimate for one stretch beside its blocks."""
 
 
 class BlockIndex:
@@ -36,16 +46,18 @@ class BlockIndex:
 
     def __init__(self, limit_blocks: int) -> None:
         self._limit = limit_blocks
-        self._slots: dict[int, int] = {}
-        self._key = array("Q")
+        self._at: dict[int, int] = {}
+        """The stretch of each block."""
+        self._known = self._at.keys()
+        self._keys: list[array[int]] = []
+        """Blocks of each stretch in order. Empty: the number is free."""
+        self._held: list[int] = []
         self._parent = array("i")
+        """The stretch from whose last block each one hangs."""
         self._child = array("i")
         self._next = array("i")
         self._previous = array("i")
-        self._held: list[int] = []
-        self._run: list[int] = []
         self._free: list[int] = []
-        self._bits: list[int] = []
         self.counts: list[int] = []
         """Blocks held, by holder. To be read only."""
         self._idle_holders: list[int] = []
@@ -53,19 +65,23 @@ class BlockIndex:
         """Blocks left out because the index was full."""
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._at)
+
+    @property
+    def stretches(self) -> int:
+        """How many stretches the blocks make."""
+        return len(self._keys) - len(self._free)
 
     @property
     def estimated_bytes(self) -> int:
         """Memory of the index, roughly; what engine hashes take is the sources' own."""
-        return len(self._slots) * BLOCK_BYTES
+        return len(self._at) * BLOCK_BYTES + self.stretches * STRETCH_BYTES
 
     def new_holder(self) -> int:
         """A number for a new holder, with no blocks."""
         if self._idle_holders:
             return self._idle_holders.pop()
         self.counts.append(0)
-        self._bits.append(1 << len(self._bits))
         return len(self.counts) - 1
 
     def remove_holder(self, holder: int) -> None:
@@ -75,49 +91,60 @@ class BlockIndex:
 
     def holds(self, holder: int, key: int) -> bool:
         """Whether it holds this block (its run may not reach it)."""
-        slot = self._slots.get(key)
-        return slot is not None and bool(self._held[slot] >> holder & 1)
+        stretch = self._at.get(key)
+        return stretch is not None and bool(self._held[stretch] >> holder & 1)
 
     def add(self, holder: int, parent: int | None, keys: Sequence[int]) -> int:
         """`holder` has the chain `keys` hanging from `parent` (None: the empty prefix). Idempotent.
 
         Returns how many of them were left out because the index is full.
         """
-        bit = self._bits[holder]
-        slots, held, run = self._slots, self._held, self._run
-        above = _NONE
+        at, held, bit = self._at, self._held, 1 << holder
         if parent is not None:
-            found = slots.get(parent)
-            if found is None:
-                if len(slots) >= self._limit:
+            stretch = at.get(parent)
+            if stretch is None:
+                if len(at) >= self._limit:
                     return self._refuse(len(keys))
-                found = self._new(parent, _UNKNOWN)
-            above = found
-        added = refused = 0
-        for i, key in enumerate(keys):
-            slot = slots.get(key)
-            if slot is None:
-                if len(slots) >= self._limit:
+                self._new((parent,), 0, _UNKNOWN)
+            elif (
+                held[stretch] == bit
+                and self._child[stretch] == _NONE
+                and self._keys[stretch][-1] == parent
+                and len(at) + len(keys) <= self._limit
+                and self._known.isdisjoint(keys)
+            ):
+                # The usual case, as a shortcut: its last chain goes on.
+                self._extend(stretch, keys)
+                self.counts[holder] += len(keys)
+                return 0
+        above, i, added, refused = parent, 0, 0, 0
+        while i < len(keys):
+            stretch = at.get(keys[i])
+            if stretch is None:
+                new = self._leading_new(keys, i)[: self._limit - len(at)]
+                if not new:
                     refused = self._refuse(len(keys) - i)
                     break
-                slot = self._new(key, above)
-            elif self._parent[slot] == _UNKNOWN:
-                self._attach(slot, above)
-                gained = held[slot] if above == _NONE else held[slot] & run[above]
-                run[slot] = gained
-                self._reach(slot, gained)
-            if not held[slot] & bit:
-                # Where it is the only one, the set is one shared object.
-                held[slot] = held[slot] | bit if held[slot] else bit
-                added += 1
-                if above == _NONE or run[above] & bit:
-                    run[slot] = run[slot] | bit if run[slot] else bit
-                    if self._child[slot] != _NONE:
-                        self._reach(slot, bit)
-            above = slot
+                self._hang(above, new, bit)
+                found = len(new)
+                added += found
+            else:
+                place = _place(self._keys[stretch], keys[i])
+                if (
+                    not place
+                    and self._parent[stretch] == _UNKNOWN
+                    and (above is None or at[above] != stretch)
+                ):
+                    self._attach(stretch, _NONE if above is None else self._ending(above))
+                found = _common(self._keys[stretch], place, keys, i)
+                if not held[stretch] & bit:
+                    self._give(stretch, place, place + found, bit)
+                    added += found
+            i += found
+            above = keys[i - 1]
         self.counts[holder] += added
-        if above >= 0 and not held[above]:
-            self._prune(above)
+        if refused and above is not None:
+            self._prune(at[above])
         return refused
 
     def copy(self, holder: int, keys: Iterable[int]) -> int:
@@ -125,170 +152,351 @@ class BlockIndex:
 
         Returns how many were left out because no other has them.
         """
-        refused = 0
+        refused, bit = 0, 1 << holder
         for key in keys:
-            slot = self._slots.get(key)
-            if slot is None or self._parent[slot] == _UNKNOWN:
+            stretch = self._at.get(key)
+            place = _place(self._keys[stretch], key) if stretch is not None else 0
+            if stretch is None or (not place and self._parent[stretch] == _UNKNOWN):
                 refused += self._refuse(1)
-                continue
-            above = self._parent[slot]
-            self.add(holder, None if above == _NONE else self._key[above], (key,))
+            elif not self._held[stretch] & bit:
+                self._give(stretch, place, place + 1, bit)
+                self.counts[holder] += 1
         return refused
 
     def remove(self, holder: int, keys: Iterable[int]) -> None:
-        """`holder` no longer has these blocks. What it does not hold is passed over."""
-        bit = 1 << holder
-        for key in keys:
-            slot = self._slots.get(key)
-            if slot is None or not self._held[slot] & bit:
+        """`holder` no longer has these blocks. What it does not hold is passed over.
+
+        Quick for stretches of a chain in either direction.
+        """
+        at, held, bit = self._at, self._held, 1 << holder
+        gone = array("Q", keys)
+        i, removed = 0, 0
+        while i < len(gone):
+            key = gone[i]
+            stretch = at.get(key)
+            if stretch is None or not held[stretch] & bit:
+                i += 1
                 continue
-            self._held[slot] ^= bit
-            self.counts[holder] -= 1
-            if self._run[slot] & bit:
-                self._run[slot] ^= bit
-                if self._child[slot] != _NONE:
-                    self._cut(slot, bit)
-            if not self._held[slot]:
-                self._prune(slot)
+            blocks = self._keys[stretch]
+            place = _place(blocks, key)
+            up = _equal(blocks[max(0, place + 1 - len(gone) + i) : place + 1][::-1], gone, i)
+            down = _equal(blocks[place : place + len(gone) - i], gone, i) if up == 1 else 1
+            if down > up:
+                self._take(stretch, place, place + down, bit)
+            else:
+                self._take(stretch, place + 1 - up, place + 1, bit)
+            found = max(up, down)
+            removed += found
+            i += found
+        self.counts[holder] -= removed
 
     def clear(self, holder: int) -> None:
-        """`holder` has nothing any more. Looks at every block of the index (40 ms a million)."""
+        """`holder` has nothing any more. Looks at every stretch of the index."""
         if not self.counts[holder]:
             return
-        bit = 1 << holder
-        held, run = self._held, self._run
-        touched = [slot for slot, holders in enumerate(held) if holders & bit]
-        for slot in touched:
-            held[slot] ^= bit
-            run[slot] &= ~bit
-        for slot in touched:
-            if not held[slot]:
-                self._prune(slot)
+        bit, held = 1 << holder, self._held
+        touched = [stretch for stretch, holders in enumerate(held) if holders & bit]
+        for stretch in touched:
+            held[stretch] ^= bit
         self.counts[holder] = 0
+        kept = [self._drop(stretch) for stretch in touched if self._keys[stretch]]
+        for stretch in kept:
+            if stretch >= 0 and self._keys[stretch]:
+                self._settle(stretch)
 
     def match(self, keys: Sequence[int], length: int, holders: int) -> list[tuple[int, int]]:
         """How far the runs of `holders` (a bit set) reach into the first `length` of `keys`.
 
-        Returns (blocks, set of holders whose run ends exactly there); one that has none of it is in no set.
+        Returns (blocks, set of holders whose run ends exactly there), the shortest first; one that has none
+        of it is in no set.
         """
-        if length <= 0:
-            return []
-        slots, run = self._slots, self._run
-        slot = slots.get(keys[length - 1])
-        last = run[slot] & holders if slot is not None else 0
-        levels = [(length, last)] if last else []
-        stack = [(0, holders, length, last)]
-        while stack:
-            low, at_low, high, at_high = stack.pop()
-            if at_low == at_high:
-                continue
-            if high - low == 1:
-                if low:
-                    levels.append((low, at_low & ~at_high))
-                continue
-            middle = (low + high) >> 1
-            slot = slots.get(keys[middle - 1])
-            at_middle = run[slot] & at_low if slot is not None else 0
-            stack.append((low, at_low, middle, at_middle))
-            stack.append((middle, at_middle, high, at_high))
+        at, held, parents, stretches = self._at, self._held, self._parent, self._keys
+        levels: list[tuple[int, int]] = []
+        done, above = 0, _NONE
+        while done < length:
+            key = keys[done]
+            stretch = at.get(key)
+            if stretch is None or parents[stretch] != above:
+                break
+            blocks = stretches[stretch]
+            if blocks[0] != key:
+                break
+            have = held[stretch] & holders
+            if have != holders:
+                if done:
+                    levels.append((done, holders ^ have))
+                holders = have
+                if not have:
+                    break
+            end = done + len(blocks)
+            if end > length or blocks[-1] != keys[end - 1]:
+                done += _common(blocks, 0, keys, done, length)
+                break
+            done, above = end, stretch
+        if done and holders:
+            levels.append((done, holders))
         return levels
+
+    # --- stretches ---
 
     def _refuse(self, blocks: int) -> int:
         self.refused_blocks += blocks
         return blocks
 
-    def _new(self, key: int, parent: int) -> int:
+    def _leading_new(self, keys: Sequence[int], i: int) -> Sequence[int]:
+        """Those of `keys` from `i` on that come before the first known one. The one at `i` is new."""
+        rest = keys[i:]
+        if self._known.isdisjoint(rest):
+            return rest
+        return rest[: next(j for j, key in enumerate(rest) if key in self._at)]
+
+    def _new(self, keys: Sequence[int], holders: int, parent: int) -> int:
+        """A stretch of these blocks, hanging from the last block of `parent`."""
         if self._free:
-            slot = self._free.pop()
-            self._key[slot] = key
-            self._child[slot] = self._next[slot] = self._previous[slot] = _NONE
-            self._parent[slot] = _UNKNOWN
+            stretch = self._free.pop()
+            self._keys[stretch] = array("Q", keys)
+            self._held[stretch] = holders
+            self._child[stretch] = self._next[stretch] = self._previous[stretch] = _NONE
+            self._parent[stretch] = _UNKNOWN
         else:
-            slot = len(self._key)
-            self._key.append(key)
+            stretch = len(self._keys)
+            self._keys.append(array("Q", keys))
+            self._held.append(holders)
             self._parent.append(_UNKNOWN)
             self._child.append(_NONE)
             self._next.append(_NONE)
             self._previous.append(_NONE)
-            self._held.append(0)
-            self._run.append(0)
-        self._slots[key] = slot
-        if parent != _UNKNOWN:
-            self._attach(slot, parent)
-        return slot
+        self._at.update(dict.fromkeys(keys, stretch))
+        self._attach(stretch, parent)
+        return stretch
 
-    def _attach(self, slot: int, parent: int) -> None:
-        self._parent[slot] = parent
-        if parent < 0:
+    def _extend(self, stretch: int, keys: Sequence[int]) -> None:
+        self._keys[stretch].extend(keys)
+        self._at.update(dict.fromkeys(keys, stretch))
+
+    def _hang(self, above: int | None, keys: Sequence[int], bit: int) -> None:
+        """New blocks of one holder behind `above`."""
+        end = _NONE if above is None else self._ending(above)
+        if end >= 0 and self._child[end] == _NONE and self._held[end] == bit:
+            self._extend(end, keys)
+        else:
+            self._new(keys, bit, end)
+
+    def _ending(self, key: int) -> int:
+        """The stretch that ends with this block: it is cut behind it if need be."""
+        stretch = self._at[key]
+        blocks = self._keys[stretch]
+        if blocks[-1] != key:
+            stretch, _ = self._cut(stretch, blocks.index(key) + 1)
+        return stretch
+
+    def _give(self, stretch: int, first: int, end: int, bit: int) -> None:
+        """Blocks `first` to `end` of a stretch get a holder that none of it has."""
+        stretch = self._alone(stretch, first, end)
+        self._held[stretch] |= bit
+        self._settle(stretch)
+
+    def _take(self, stretch: int, first: int, end: int, bit: int) -> None:
+        """Blocks `first` to `end` of a stretch lose a holder that all of it has."""
+        blocks = self._keys[stretch]
+        if first and end == len(blocks) and self._held[stretch] == bit and self._child[stretch] == _NONE:
+            # The usual case, as a shortcut: a chain is given up from its end.
+            for key in blocks[first:]:
+                del self._at[key]
+            del blocks[first:]
             return
-        first = self._child[parent]
-        self._next[slot] = first
-        if first != _NONE:
-            self._previous[first] = slot
-        self._child[parent] = slot
+        stretch = self._alone(stretch, first, end)
+        self._held[stretch] ^= bit
+        if self._held[stretch] or self._child[stretch] != _NONE:
+            self._settle(stretch)
+        else:
+            self._prune(stretch)
 
-    def _prune(self, slot: int) -> None:
-        """Give up blocks that nobody holds and nothing hangs from, upwards from `slot`."""
-        while slot >= 0 and not self._held[slot] and self._child[slot] == _NONE:
-            parent = self._parent[slot]
-            if parent >= 0:
-                before, after = self._previous[slot], self._next[slot]
+    def _alone(self, stretch: int, first: int, end: int) -> int:
+        """Blocks `first` to `end` of a stretch as a stretch of their own."""
+        if end < len(self._keys[stretch]):
+            stretch, _ = self._cut(stretch, end)
+        if first:
+            _, stretch = self._cut(stretch, first)
+        return stretch
+
+    def _cut(self, stretch: int, place: int) -> tuple[int, int]:
+        """Cut before the block at `place`: (what is before it, the rest). The smaller part moves."""
+        blocks = self._keys[stretch]
+        holders, child = self._held[stretch], self._child[stretch]
+        several = child != _NONE and self._next[child] != _NONE
+        if several or 2 * place <= len(blocks):
+            # What hangs from the rest need not be told.
+            head = self._new(blocks[:place], holders, _UNKNOWN)
+            del blocks[:place]
+            self._replace(stretch, head)
+            self._attach(stretch, head)
+            return head, stretch
+        tail = self._new(blocks[place:], holders, _UNKNOWN)
+        del blocks[place:]
+        if child != _NONE:
+            self._replace_parent(child, tail)
+        self._child[stretch] = _NONE
+        self._attach(tail, stretch)
+        return stretch, tail
+
+    def _settle(self, stretch: int) -> None:
+        """Its holders changed, or what hangs from it: join it with its neighbours where that is right."""
+        stretch = self._join(stretch)
+        above = self._parent[stretch]
+        if above >= 0:
+            self._join(above)
+
+    def _join(self, head: int) -> int:
+        """Make one of a stretch and the only one that hangs from it, if they may be; which one it is then."""
+        tail = self._child[head]
+        if tail == _NONE or self._next[tail] != _NONE or self._held[head] != self._held[tail]:
+            return head
+        before, after = self._keys[head], self._keys[tail]
+        child = self._child[tail]
+        several = child != _NONE and self._next[child] != _NONE
+        if len(after) <= JOINED_BLOCKS and not several:
+            self._extend(head, after)
+            self._child[head] = _NONE
+            if child != _NONE:
+                self._replace_parent(child, head)
+            self._release(tail)
+            return head
+        if len(before) <= JOINED_BLOCKS:
+            after[0:0] = before
+            self._at.update(dict.fromkeys(before, tail))
+            self._replace(head, tail)
+            self._release(head)
+            return tail
+        return head
+
+    def _prune(self, stretch: int) -> None:
+        """Give up this stretch if nobody holds it and nothing hangs from it, and so on upwards."""
+        above = self._drop(stretch)
+        if above >= 0:
+            self._settle(above)
+
+    def _drop(self, stretch: int) -> int:
+        """The same, but joins nothing; the first stretch on the way up that is kept, if there is one."""
+        while stretch >= 0 and not self._held[stretch] and self._child[stretch] == _NONE:
+            for key in self._keys[stretch]:
+                del self._at[key]
+            above = self._parent[stretch]
+            if above >= 0:
+                before, after = self._previous[stretch], self._next[stretch]
                 if before == _NONE:
-                    self._child[parent] = after
+                    self._child[above] = after
                 else:
                     self._next[before] = after
                 if after != _NONE:
                     self._previous[after] = before
-            key = self._key[slot]
-            if self._slots.get(key) == slot:
-                del self._slots[key]
-                self._free.append(slot)
-            self._parent[slot] = _UNKNOWN
-            slot = parent
+            self._release(stretch)
+            stretch = above
+        return stretch
 
-    def _reach(self, slot: int, holders: int) -> None:
-        """The runs of `holders` have come to `slot`: carry them on to the blocks behind."""
-        held, run = self._held, self._run
-        stack = [(slot, holders)]
-        while stack:
-            slot, holders = stack.pop()
-            child = self._child[slot]
-            while child != _NONE:
-                gained = held[child] & holders & ~run[child]
-                if gained:
-                    run[child] |= gained
-                    stack.append((child, gained))
-                child = self._next[child]
+    # --- links ---
 
-    def _cut(self, slot: int, bit: int) -> None:
-        """The run of `bit` no longer comes to `slot`: take it from those behind."""
-        run = self._run
-        stack = [slot]
-        while stack:
-            child = self._child[stack.pop()]
-            while child != _NONE:
-                if run[child] & bit:
-                    run[child] ^= bit
-                    stack.append(child)
-                child = self._next[child]
+    def _release(self, stretch: int) -> None:
+        """Its number may be used again."""
+        self._keys[stretch] = array("Q")
+        self._held[stretch] = 0
+        self._child[stretch] = _NONE
+        self._free.append(stretch)
+
+    def _attach(self, stretch: int, parent: int) -> None:
+        """Hang it from the last block of `parent`."""
+        self._parent[stretch] = parent
+        self._previous[stretch] = self._next[stretch] = _NONE
+        if parent < 0:
+            return
+        first = self._child[parent]
+        self._next[stretch] = first
+        if first != _NONE:
+            self._previous[first] = stretch
+        self._child[parent] = stretch
+
+    def _replace(self, old: int, new: int) -> None:
+        """`new` hangs where `old` did."""
+        parent = self._parent[old]
+        before, after = self._previous[old], self._next[old]
+        self._parent[new], self._previous[new], self._next[new] = parent, before, after
+        if before != _NONE:
+            self._next[before] = new
+        elif parent >= 0:
+            self._child[parent] = new
+        if after != _NONE:
+            self._previous[after] = new
+
+    def _replace_parent(self, child: int, parent: int) -> None:
+        """An only child hangs from `parent`, which had none."""
+        self._parent[child] = parent
+        self._child[parent] = child
 
     def check_integrity(self) -> None:
-        """Recompute counts and runs the slow way; raises SumibiError where they differ. For tests."""
+        """Compare links, counts and places with a recount; raises SumibiError where they differ."""
         counts = [0] * len(self.counts)
-        for key, slot in self._slots.items():
-            if self._key[slot] != key:
-                raise SumibiError(f"index: slot {slot} has another key than the one it is found by")
-            reach = -1
-            at = slot
-            while at >= 0:
-                reach &= self._held[at]
-                at = self._parent[at]
-            expected = reach if at == _NONE else 0
-            if self._run[slot] != expected:
-                raise SumibiError(f"index: run of {key} is {self._run[slot]:b}, by scan {expected:b}")
-            if not self._held[slot] and self._child[slot] == _NONE:
-                raise SumibiError(f"index: {key} is kept for nobody")
+        blocks = 0
+        for stretch, keys in enumerate(self._keys):
+            if not keys:
+                continue
+            blocks += len(keys)
+            if any(self._at.get(key) != stretch for key in keys):
+                raise SumibiError(f"index: a block of stretch {stretch} is found elsewhere")
             for holder in range(len(counts)):
-                counts[holder] += self._held[slot] >> holder & 1
+                counts[holder] += len(keys) * (self._held[stretch] >> holder & 1)
+            children = self._children(stretch)
+            if any(self._parent[child] != stretch for child in children):
+                raise SumibiError(f"index: what hangs from stretch {stretch} says otherwise")
+            if not self._held[stretch] and not children:
+                raise SumibiError(f"index: stretch {stretch} is kept for nobody")
+            parent = self._parent[stretch]
+            if parent >= 0 and stretch not in self._children(parent):
+                raise SumibiError(f"index: stretch {stretch} hangs from one that does not know it")
+        if blocks != len(self._at):
+            raise SumibiError(f"index: {len(self._at)} blocks are found, {blocks} are there")
         if counts != self.counts:
             raise SumibiError(f"index: blocks held are {counts}, counters say {self.counts}")
+
+    def _children(self, stretch: int) -> list[int]:
+        children: list[int] = []
+        child = self._child[stretch]
+        while child != _NONE:
+            if children and self._previous[child] != children[-1]:
+                raise SumibiError(f"index: what hangs from stretch {stretch} is in disorder")
+            children.append(child)
+            child = self._next[child]
+        return children
+
+
+def _place(blocks: "array[int]", key: int) -> int:
+    """Where in a stretch this block of it is; quick at its ends."""
+    if blocks[0] == key:
+        return 0
+    if blocks[-1] == key:
+        return len(blocks) - 1
+    return blocks.index(key)
+
+
+def _common(blocks: "array[int]", place: int, keys: Sequence[int], i: int, length: int | None = None) -> int:
+    """How many blocks from `place` on are `keys` from `i` (to `length`) on; the first one is.
+
+    Keys are chained, so this bisects.
+    """
+    high = min(len(blocks) - place, (len(keys) if length is None else length) - i)
+    if blocks[place + high - 1] == keys[i + high - 1]:
+        return high
+    low, high = 1, high - 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if blocks[place + middle - 1] == keys[i + middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _equal(blocks: "array[int]", gone: "array[int]", i: int) -> int:
+    """How many blocks are `gone` from `i` on; the first one is."""
+    if blocks == gone[i : i + len(blocks)]:
+        return len(blocks)
+    return next(n for n, block in enumerate(blocks) if block != gone[i + n])
