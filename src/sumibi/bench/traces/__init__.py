@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sumibi.bench.traces import mooncake, weka
+from sumibi.bench.traces import access_log, azure, bailian, mooncake, recording, weka
 from sumibi.bench.traces.lines import TraceError, read_lines, trace_error
 from sumibi.sim.workload import Workload
 
@@ -21,6 +21,10 @@ Reader = Callable[[Path, Iterable[tuple[int, bytes]]], Workload]
 FORMATS: dict[str, tuple[Callable[[dict[str, object]], bool], Reader]] = {
     "weka": (weka.matches, weka.read),
     "mooncake": (mooncake.matches, mooncake.read),
+    "bailian": (bailian.matches, bailian.read),
+    "access-log": (access_log.matches, access_log.read),
+    "recording": (recording.matches, recording.read),
+    "azure": (lambda record: False, azure.read),
 }
 """Name -> (does the first record look like it, the reader)."""
 
@@ -56,6 +60,8 @@ def _from(first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]) -> Itera
 
 
 def _recognise(path: Path, number: int, line: bytes) -> str:
+    if azure.matches_header(line):
+        return "azure"
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -71,7 +71,7 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) == _MAX_LINE_BYTES:
             raise trace_error(path, number, f"is longer than {_MAX_LINE_BYTES} bytes")
-        if number == 1 and line.strip() in (b"{", b"["):
+        if number == 1 and line.strip() == b"{":
             document = line + file.read(_MAX_LINE_BYTES)
             if len(document) > _MAX_LINE_BYTES:
                 raise trace_error(path, 1, f"one document of more than {_MAX_LINE_BYTES} bytes")
