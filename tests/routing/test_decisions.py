@@ -24,6 +24,7 @@ def candidate(endpoint="e", *, total=1.0, matched=0, inflight=0, prefill=0, disp
         compute_s=compute,
         delay_s=0.0,
         evict_s=0.0,
+        balance_s=0.0,
         total_s=total,
         inflight=inflight,
         prefill_tokens=prefill,

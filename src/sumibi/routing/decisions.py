@@ -37,6 +37,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Added to requests that are decoding there: by this prefill, and by one more sequence in the batch."""
     evict_s: float
     """To recompute, later, what this request pushes out of the cache."""
+    balance_s: float
+    """Because this endpoint computed more than its share lately; less than 0 if less."""
     total_s: float
     inflight: float
     """Requests there, foreign ones (a fading estimate) included."""
@@ -165,9 +167,10 @@ def _brief(c: Candidate, score: float) -> dict[str, object]:
         "compute_s": c.compute_s,
         "delay_s": c.delay_s,
         "evict_s": c.evict_s,
+        "balance_s": c.balance_s,
         "total_s": c.total_s,
     }
-    priced = c.total_s > 0
+    priced = c.compute_s > 0
     return {
         "endpoint": c.endpoint,
         "score": round(score, 4),

@@ -9,6 +9,8 @@ Foreign load is what a scrape shows beyond our own requests. It fades unless it 
 replaces our own count: between scrapes, however long, the ledger speaks.
 """
 
+from math import log
+
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
@@ -18,6 +20,8 @@ from sumibi.routing.index import BlockIndex
 from sumibi.routing.learning import Factors, Learner
 from sumibi.routing.ledger import Load, Owner, inflight_since
 from sumibi.routing.recall import Recall
+from sumibi.routing.recency import Recency
+from sumibi.routing.returns import ReturnTimes
 
 TYPICAL_PROMPT_TOKENS = 512
 """A foreign request's prompt, until our own requests at the endpoint say what is usual there."""
@@ -25,13 +29,10 @@ TYPICAL_RATE = 0.1
 """Rate at which usual prefill times and output lengths follow our own requests."""
 BUSY_PERIOD_PREFILLS = 8
 """Prefills in a busy period before it is closed and learnt from, though the endpoint is still busy."""
-REUSE_START, REUSE_START_TOKENS = 3.0, 20_000.0
-"""Until traffic says otherwise prompts are taken for agents' turns; it says so after some 20,000 tokens."""
-REUSE_LIMIT = 4.0
-"""A token that is lost is computed once more and is there again, unless the cache stays too small: however
-often it is wanted, only so many of these times are charged to the request that pushed it out."""
-REUSE_RATE = 0.01
-"""Weight of the last request in `Model.reuse`: it looks back on about a hundred."""
+HISTORY_BLOCKS = 500_000
+"""Blocks of a model's latest prompts that are remembered to learn when prefixes return."""
+SHARE_HALF_LIFE_S = 1800.0
+"""What an endpoint computed counts half after this time in its share of the work."""
 SMALLEST_BLOCK_TOKENS = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
 
@@ -83,12 +84,18 @@ class Endpoint:
         "name",
         "process_start_s",
         "recall",
+        "recency",
         "signals",
         "suspect",
         "typical_prefill_s",
         "unreachable_t",
         "up",
+        "worked_s",
+        "worked_t",
     )
+
+    SHARE_WINDOW_S = SHARE_HALF_LIFE_S / log(2)
+    """Time over which `busy_share` looks back, the older the less."""
 
     def __init__(self, name: str, config: RouterConfig, index: BlockIndex) -> None:
         self.name = name
@@ -113,6 +120,9 @@ class Endpoint:
         self.recall = Recall(index, config.recall_blocks)
         self.feed: Feed | None = None
         """What its KV events said; stays if they stop for a while."""
+        self.recency = Recency(config.recall_blocks)
+        self.worked_s = self.worked_t = 0.0
+        """Prefill work placed here, fading, as of `worked_t`."""
         self.holders = 1 << self.recall.holder
         """Bit set of the holders in the index whose blocks spare a prefill here."""
         self.signals: Signals | None = None
@@ -132,6 +142,27 @@ class Endpoint:
         counts = self._index.counts
         known = counts[self.recall.holder]
         return known if self.feed is None else known + counts[self.feed.device]
+
+    def worked(self, work_s: float, t: float) -> None:
+        """A prefill of so much work was placed here."""
+        self.worked_s = self.worked_s * 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S) + work_s
+        self.worked_t = t
+
+    def busy_share(self, t: float) -> float:
+        """The share of time in which it computed our prefills, the last half-hour counting most."""
+        fade: float = 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S)
+        return self.worked_s * fade / self.SHARE_WINDOW_S
+
+    def order_victims(self, t: float, block_tokens: int, returns: ReturnTimes) -> Recency:
+        """Its `recency`, as of now."""
+        self.recency.refresh(
+            t, latency=self.learner.start, block_tokens=block_tokens, returns=returns, resident=self._has
+        )
+        return self.recency
+
+    def _has(self, key: int) -> bool:
+        index, feed = self._index, self.feed
+        return index.holds(self.recall.holder, key) or (feed is not None and index.holds(feed.device, key))
 
     def attach(self, feed: Feed) -> None:
         """Its KV events are followed from now on."""
@@ -196,6 +227,7 @@ class Endpoint:
         self.foreign_running = self.foreign_waiting = 0.0
         self.has_foreign = False
         self.recall.clear()
+        self.recency.clear()
         if self.feed is not None:
             self.feed.forget()
 
@@ -204,14 +236,13 @@ class Model:
     """A model (or adapter) name and the endpoints that serve it."""
 
     __slots__ = (
-        "_matched_tokens",
-        "_new_tokens",
         "block_tokens",
         "decisions",
         "endpoints",
         "key_name",
         "name",
         "output_tokens",
+        "returns",
     )
 
     def __init__(self, name: str) -> None:
@@ -224,18 +255,8 @@ class Model:
         self.decisions = 0
         self.output_tokens = 128.0
         """Tokens that a request is expected to generate: a running mean."""
-        self._new_tokens = REUSE_START_TOKENS
-        self._matched_tokens = REUSE_START * REUSE_START_TOKENS
-
-    @property
-    def reuse(self) -> float:
-        """How often a token once computed is found again, by the requests placed lately; at most a few."""
-        return min(self._matched_tokens / max(1.0, self._new_tokens), REUSE_LIMIT)
-
-    def observe_reuse(self, matched_tokens: int, new_tokens: int) -> None:
-        """A request was placed."""
-        self._matched_tokens += matched_tokens - REUSE_RATE * self._matched_tokens
-        self._new_tokens += new_tokens - REUSE_RATE * self._new_tokens
+        self.returns = ReturnTimes(HISTORY_BLOCKS)
+        """After how long its prompts' prefixes are wanted again."""
 
 
 class Fleet:
@@ -282,6 +303,7 @@ class Fleet:
         if endpoint.kv_tokens and endpoint.models:
             tokens = self.block_tokens(endpoint.models[0])
             endpoint.recall.limit_blocks = max(1, endpoint.kv_tokens // tokens)
+            endpoint.recency.limit(endpoint.recall.limit_blocks)
         return endpoint
 
     def _name(self, aliases: list[str]) -> None:

@@ -1,10 +1,38 @@
 """What attempts teach: latency models, usual lengths, and what endpoints without KV events remember."""
 
-from sumibi.routing.decisions import Outcome
+from collections.abc import Sequence
+
+from sumibi.routing.decisions import Candidate, Outcome
 from sumibi.routing.events import Finished, FinishReason
-from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Model
+from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Endpoint, Model
 from sumibi.routing.ledger import Ledger
 from sumibi.routing.requests import Attempt, Request
+
+
+def placed(
+    keys: Sequence[int],
+    model: Model,
+    endpoints: Sequence[Endpoint],
+    candidates: Sequence[Candidate],
+    attempt: Attempt,
+    t: float,
+) -> None:
+    """A request goes to one of `endpoints` (`candidates` are theirs): who used what last, who works."""
+    endpoint, reused = attempt.endpoint, attempt.candidate.reused_tokens
+    model.returns.used(keys, t)
+    attempt.prompt = endpoint.recency.begin(keys, t)
+    endpoint.worked(attempt.candidate.compute_s, t)
+    for other, candidate in zip(endpoints, candidates, strict=True):
+        if candidate.matched_tokens > reused:
+            other.recency.moved_away(keys)
+
+
+def idle(keys: Sequence[int], model: Model, attempt: Attempt, t: float) -> None:
+    """An attempt is over: what it used begins to age."""
+    if attempt.prompt is not None:
+        model.returns.ended(keys, t)
+        if attempt.current:
+            attempt.endpoint.recency.end(attempt.prompt, t)
 
 
 def dispatched(attempt: Attempt, t: float) -> None:

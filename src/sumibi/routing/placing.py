@@ -6,6 +6,7 @@ from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.index import BlockIndex
+from sumibi.routing.returns import ReturnTimes
 
 
 def candidates(
@@ -15,7 +16,7 @@ def candidates(
     *,
     block_tokens: int,
     output_tokens: float,
-    reuse: float,
+    returns: ReturnTimes,
     index: BlockIndex,
     computing: Computing,
     priced: bool = True,
@@ -34,6 +35,7 @@ def candidates(
     levels = sorted(index.match(keys, length, holders), reverse=True)
     matched = {e: _longest(levels, e.holders) for e in endpoints if e.suspect is None}
     pending = computing.pending(keys, length, matched, t)
+    mean_share = sum(endpoint.busy_share(t) for endpoint in endpoints) / len(endpoints) if priced else 0.0
     result = []
     for endpoint in endpoints:
         blocks = matched.get(endpoint, 0)
@@ -50,8 +52,9 @@ def candidates(
                 pending_tokens=(reach - blocks) * block_tokens,
                 pending_s=pending_s,
                 output_tokens=output_tokens,
-                reuse=reuse,
                 block_tokens=block_tokens,
+                mean_share=mean_share,
+                returns=returns,
             )
         )
     return result
@@ -78,6 +81,7 @@ def _unpriced(endpoint: Endpoint, t: float, matched_tokens: int, pending_tokens:
         compute_s=0.0,
         delay_s=0.0,
         evict_s=0.0,
+        balance_s=0.0,
         total_s=0.0,
         inflight=load.inflight + foreign_running + foreign_waiting,
         prefill_tokens=load.prefill_tokens,

@@ -2,6 +2,7 @@
 
 from enum import Enum
 
+from sumibi.core.prefixcache import Segment
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived, PromptGrade
 from sumibi.routing.fleet import Endpoint
@@ -30,6 +31,7 @@ class Attempt:
         "first_token_t",
         "life",
         "number",
+        "prompt",
         "settled_by_t",
     )
 
@@ -42,6 +44,8 @@ class Attempt:
         self.decision = decision
         self.dispatched_t: float | None = None
         self.first_token_t: float | None = None
+        self.prompt: Segment | None = None
+        """Its blocks in the endpoint's `recency`, if the policy prices evictions."""
         self.settled_by_t = 0.0
         """After its end: until when its blocks may still be announced."""
 

@@ -182,6 +182,7 @@ class Router:
         """End an attempt: release, learn, record, and doubt the endpoint if that is called for."""
         endpoint = attempt.endpoint
         decodes = attempt.life.decodes
+        lessons.idle(request.event.keys, self._fleet.models[request.event.model], attempt, self._t)
         computed = lessons.finished(request, attempt, self._ledger, event)
         self._computing.end(request, attempt, self._t, computed=computed)
         self._policies[request.event.model].ended(event.request, event)
@@ -223,7 +224,7 @@ class Router:
             t=self._t,
             block_tokens=block_tokens,
             output_tokens=model.output_tokens,
-            reuse=model.reuse,
+            returns=model.returns,
             index=self._index,
             computing=self._computing,
         )
@@ -264,12 +265,13 @@ class Router:
             pick=pick,
         )
         model.decisions += 1
-        reused = found[pick].reused_tokens
-        model.observe_reuse(reused, event.prompt_tokens - reused)
         self._decisions[decision.id] = decision
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
-        self._reserve(request, Attempt(number, endpoints[pick], found[pick], decision.id))
+        attempt = Attempt(number, endpoints[pick], found[pick], decision.id)
+        self._reserve(request, attempt)
+        if policy.priced:
+            lessons.placed(event.keys, model, endpoints, found, attempt, self._t)
         policy.placed(ask, endpoints[pick])
         self._out.append(
             Dispatch(

@@ -1,0 +1,133 @@
+"""What an endpoint's cache would give up next, and what that is worth.
+
+The engine evicts by age, so its order can be imitated from the requests we sent: each prompt is as old as
+its last use. The imitation is kept next to the index, which knows (from KV events) what is really there and
+corrects it where an engine has evicted what we thought it had. What is worth something is what comes back:
+a victim counts the seconds of its prefill times the chance that it is wanted again (`returns`).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from sumibi.core.latency import LatencyModel
+from sumibi.core.prefixcache import PrefixCache, Segment
+from sumibi.routing.returns import ReturnTimes
+
+FRESH_S = 1.0
+"""How long a computed order of victims is used: chances hardly change within it."""
+SEGMENTS = 256
+"""Victims that are looked at singly; what is younger has the last one's chance of return at least."""
+
+
+class Recency:
+    """One endpoint's blocks in the order of their last use, as far as our requests tell."""
+
+    def __init__(self, limit_blocks: int) -> None:
+        self._cache = PrefixCache(limit_blocks)
+        self._computed_t = float("-inf")
+        self._blocks: list[int] = []
+        """Blocks up to the end of the first, second, ... victim."""
+        self._losses: list[float] = []
+        """What losing these costs in all, s by the endpoint's start coefficients."""
+        self._live_blocks = 0.0
+
+    def limit(self, blocks: int) -> None:
+        """The endpoint has room for so many blocks."""
+        self._cache.capacity = blocks
+
+    def begin(self, keys: Sequence[int], t: float) -> Segment | None:
+        """A prompt is computed there from `t` on; the answer is for `end`."""
+        cache = self._cache
+        cache.touch(keys, t)
+        cache.removed.clear()
+        return cache.pin(keys, cache.match(keys))
+
+    def end(self, prompt: Segment | None, t: float) -> None:
+        """That request is over."""
+        self._cache.unpin(prompt, t)
+
+    def moved_away(self, keys: Sequence[int]) -> None:
+        """A conversation that lived here goes on elsewhere: its copy here will not be wanted again."""
+        matched, segment = self._cache.find(keys)
+        if segment is not None and matched == segment.end and not segment.children:
+            segment.used_t = float("-inf")
+            self._computed_t = float("-inf")
+
+    def clear(self) -> None:
+        """Everything is lost."""
+        self._cache.clear()
+        self._computed_t = float("-inf")
+
+    def refresh(
+        self,
+        t: float,
+        *,
+        latency: LatencyModel,
+        block_tokens: int,
+        returns: ReturnTimes,
+        resident: Callable[[int], bool],
+    ) -> None:
+        """Have `loss_s` and `live_blocks` as of `t`, or of shortly before.
+
+        `latency` prices prefills; `resident` says of a key whether the endpoint has that block.
+        """
+        if t - self._computed_t > FRESH_S:
+            self._compute(t, latency, block_tokens, returns, resident)
+
+    @property
+    def live_blocks(self) -> float:
+        """Blocks in use, and idle ones times the chance that they are wanted again."""
+        return self._live_blocks
+
+    def loss_s(self, blocks: int) -> float:
+        """What evicting the oldest `blocks` blocks costs later, in seconds by the start's latency model."""
+        ends, losses = self._blocks, self._losses
+        i = bisect_left(ends, blocks)
+        if i == len(ends):
+            return losses[-1] * blocks / ends[-1] if losses else 0.0
+        before, lost = (ends[i - 1], losses[i - 1]) if i else (0, 0.0)
+        return lost + (losses[i] - lost) * (blocks - before) / (ends[i] - before)
+
+    def _compute(
+        self,
+        t: float,
+        latency: LatencyModel,
+        block_tokens: int,
+        returns: ReturnTimes,
+        resident: Callable[[int], bool],
+    ) -> None:
+        self._computed_t = t
+        self._blocks, self._losses = [], []
+        self._drop_evicted(resident)
+        cache = self._cache
+        total, loss_s, live, chance = 0, 0.0, float(cache.pinned), 0.0
+        for segment in islice(cache.oldest(), SEGMENTS):
+            blocks = segment.end - segment.start
+            middle = (segment.start + segment.end) / 2 * block_tokens
+            work_s = blocks * block_tokens * (latency.b_s + latency.q_s * middle)
+            chance = returns.chance(segment.uses, t - segment.used_t)
+            total += blocks
+            loss_s += work_s * chance
+            live += blocks * chance
+            self._blocks.append(total)
+            self._losses.append(loss_s)
+        self._live_blocks = live + chance * (cache.blocks - cache.pinned - total)
+
+    def _drop_evicted(self, resident: Callable[[int], bool]) -> None:
+        """Give up what is the oldest here and no longer there."""
+        cache = self._cache
+        while (segment := next(cache.oldest(), None)) is not None:
+            low, high = segment.start, segment.end
+            while low < high:
+                middle = (low + high + 1) >> 1
+                if resident(segment.keys[middle - 1]):
+                    low = middle
+                else:
+                    high = middle - 1
+            if low == segment.end:
+                break
+            cache.evict(segment.end - low)
+            if low > segment.start:
+                break
+        cache.removed.clear()

@@ -1,0 +1,95 @@
+"""How likely a prefix is wanted again, by how long it has lain idle: learnt from those that came back.
+
+An agent in a tool call is back in seconds or minutes, or it is done; a one-shot prompt never comes back; a
+system prompt always does. What tells them apart from the keys alone is how often a stretch of prompt was
+used before and how long ago the last time was. So for three classes (used once, a few times, often) the
+idle times after which prefixes were wanted again are counted in a histogram, and
+
+    P(wanted again | idle for x) = returns after more than x / (uses - returns after at most x)
+
+which is the survival estimate with those that never came back counted as still idle.
+"""
+
+from collections.abc import Sequence
+from math import log2
+
+from sumibi.core.prefixcache import PrefixCache
+
+CLASSES = 3
+BINS_PER_DOUBLING = 6
+BINS = 18 * BINS_PER_DOUBLING
+LONGEST_S = 2.0**18 - 2
+"""Three days; whatever is longer counts as this."""
+PRIOR_USES = 20.0
+"""Until traffic says otherwise prefixes are taken for agents': this many uses are made up for each class."""
+PRIOR_RETURNED = (0.5, 0.9, 0.95)
+PRIOR_IDLE_S = (1.0, 300.0)
+"""Those came back evenly (in the logarithm) between these idle times."""
+FORGET_USES = 20_000.0
+"""Beyond so many uses of a class the older ones begin to fade."""
+REFRESH_USES = 64
+"""Uses after which the probabilities are computed anew."""
+
+
+class ReturnTimes:
+    """Learns from the prompts of one model; `history_blocks` bounds what it remembers of them."""
+
+    def __init__(self, history_blocks: int) -> None:
+        self._history = PrefixCache(history_blocks)
+        low, high = (_bin(idle_s) for idle_s in PRIOR_IDLE_S)
+        prior = PRIOR_USES / (high - low + 1)
+        self._uses = [PRIOR_USES] * CLASSES
+        self._returns = [
+            [share * prior if low <= i <= high else 0.0 for i in range(BINS)] for share in PRIOR_RETURNED
+        ]
+        self._since = 0
+        self._chance = [self._chances(c) for c in range(CLASSES)]
+
+    def used(self, keys: Sequence[int], t: float) -> None:
+        """A request with this prompt was placed at `t`."""
+        history = self._history
+        matched, segment = history.find(keys)
+        if matched and segment is not None:
+            self._returns[_class(segment.uses)][_bin(t - segment.used_t)] += 1.0
+        history.touch(keys, t)
+        history.removed.clear()
+        _, segment = history.find(keys)
+        if segment is not None:
+            c = _class(segment.uses)
+            self._uses[c] += 1.0
+            if self._uses[c] > FORGET_USES:
+                self._uses[c] /= 2
+                self._returns[c] = [n / 2 for n in self._returns[c]]
+        self._since += 1
+        if self._since >= REFRESH_USES:
+            self._since = 0
+            self._chance = [self._chances(c) for c in range(CLASSES)]
+
+    def ended(self, keys: Sequence[int], t: float) -> None:
+        """That request is over: from now on its prompt is idle."""
+        _, segment = self._history.find(keys)
+        if segment is not None:
+            segment.used_t = t
+
+    def chance(self, uses: int, idle_s: float) -> float:
+        """That a stretch used so often before, and idle for so long, is wanted again. 0..1."""
+        return self._chance[_class(uses)][_bin(idle_s)]
+
+    def _chances(self, c: int) -> list[float]:
+        returns, left = self._returns[c], self._uses[c]
+        later = sum(returns)
+        chances = []
+        for n in returns:
+            # Those within the bin itself count half: the idle time is somewhere in it.
+            chances.append(max(0.0, min(1.0, (later - n / 2) / (left - n / 2))) if left > n else 0.0)
+            later -= n
+            left -= n
+        return chances
+
+
+def _class(uses: int) -> int:
+    return 0 if uses <= 1 else 1 if uses <= 3 else 2
+
+
+def _bin(idle_s: float) -> int:
+    return int(BINS_PER_DOUBLING * log2(1.0 + min(max(0.0, idle_s), LONGEST_S)))
