@@ -67,7 +67,8 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]], *, shared_prefix: bool 
     `shared_prefix`: assume that sessions with equal token counts of their tools (and of their system
     prompt) have the same tools (and system prompt). The ids are local to a session, so a trace cannot tell.
     """
-    workload = Workload(path.name.partition(".")[0], 0)
+    # Claude Code sends the id of its session with every request.
+    workload = Workload(path.name.partition(".")[0], 0, names_sessions=True)
     for number, line in lines:
         recorded = decode(_decoder, path, number, line)
         if recorded.block_size < 1:
