@@ -37,10 +37,13 @@ class HostCache:
             at += 1
         return at - start
 
-    def take(self, keys: Iterable[int]) -> None:
-        """These go back to the device."""
-        for key in keys:
-            self._blocks.pop(key, None)
+    def take(self, keys: Iterable[int]) -> list[int]:
+        """These are on the device now. Returns the ones that were here."""
+        blocks = self._blocks
+        here = [key for key in keys if key in blocks]
+        for key in here:
+            del blocks[key]
+        return here
 
     def clear(self) -> None:
         """The process died."""

@@ -203,9 +203,9 @@ class Replica:
         return len(self.waiting) + len(self.restoring)
 
     @property
-    def kv_usage(self) -> float:
-        """Part of the device's blocks in use by requests."""
-        return min(1.0, (self.cache.pinned + self._own_blocks()) / self.cache.capacity)
+    def kv_blocks(self) -> int:
+        """Device blocks in use by requests."""
+        return self.cache.pinned + self._own_blocks()
 
     # --- phases ---
 
@@ -277,7 +277,6 @@ class Replica:
                 self._leave(job)
                 self._over(job)
         self._evict(0)
-        self._tell()
 
     def _busy(self, start: float, end: float) -> None:
         """Count a stretch of time in which it worked."""
@@ -373,7 +372,6 @@ class Replica:
                 self._resident(job, job.computed + job.restore_tokens)
                 job.state = PREFILL
                 self.prefilling[job] = None
-        self._tell()
 
     def _resident(self, job: Job, computed: int) -> None:
         """Its prompt is on the device up to `computed` tokens."""
@@ -385,7 +383,13 @@ class Replica:
             self._reserved -= after - before
             job.hold = self.cache.extend(job.hold, keys, after)
             parent = keys[before - 1] if before else None
-            self.changes.append(KeysAdded(DEVICE, parent, list(keys[before:after])))
+            new = list(keys[before:after])
+            self.changes.append(KeysAdded(DEVICE, parent, new))
+            if self.host is not None:
+                # Computed again although it was there, behind a gap.
+                twice = self.host.take(new)
+                if twice:
+                    self.changes.append(KeysRemoved(HOST, twice))
 
     def _computed(self, job: Job, tokens: int, t: float) -> None:
         """A chunk of it is done; with the last one comes a token."""
@@ -470,8 +474,7 @@ class Replica:
             self._preempt(t)
         block = self.block_tokens
         new = sum((job.computed + n) // block - job.computed // block for job, n in self._chunks)
-        if new:
-            self._evict(new)
+        self._evict(new)
 
     def _preempt(self, t: float) -> None:
         """The sequence admitted last is thrown out: it is computed again, from what is still cached."""
@@ -494,12 +497,11 @@ class Replica:
         over = taken + new - self.cache.capacity
         if over > 0:
             self.cache.evict(over)
+            self._tell()
 
     def _tell(self) -> None:
         """Turn evictions into KV events; what the device lets go of goes to host memory if there is any."""
         cache, host = self.cache, self.host
-        if not cache.removed:
-            return
         for keys in cache.removed:
             gone = list(keys)
             if host is not None:

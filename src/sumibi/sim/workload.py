@@ -65,6 +65,10 @@ class Workload:
     sessions: list[Session] = field(default_factory=list)
     stage_gap_s: float = 30.0
     """Pause between two stages."""
+    users: int | None = None
+    """Closed loop: how many play it unless somebody says otherwise."""
+    names_sessions: bool = False
+    """Requests carry a session id, as those of coding agents do. Else no policy may know it."""
 
     @property
     def requests(self) -> int:

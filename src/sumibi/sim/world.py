@@ -123,7 +123,7 @@ class Site:
         self.lost_until_s = -inf
         self.scrape_interval_s = scrape_interval_s
         self.scrape_next_s = 0.0
-        self.scraped: tuple[int, int, float] | None = None
+        self.scraped: tuple[int, int, int] | None = None
 
 
 _Action = Callable[[float, object], None]
@@ -242,6 +242,7 @@ class World:
                 prompt_tokens=turn.prompt_tokens,
                 max_tokens=turn.max_tokens,
                 tenant=session.tenant,
+                session=session.name if self._workload.names_sessions else "",
                 priority=session.priority,
                 stream=True,
             )
@@ -447,7 +448,7 @@ class World:
                 continue
             site.scrape_next_s = t + site.scrape_interval_s - 1e-9
             replica = site.replica
-            page = (replica.running, replica.queued, replica.kv_usage)
+            page = (replica.running, replica.queued, replica.kv_blocks)
             if page != site.scraped:
                 site.scraped = page
                 self._tell(
@@ -457,7 +458,7 @@ class World:
                         scraped_t=t,
                         running=page[0],
                         waiting=page[1],
-                        kv_usage=page[2],
+                        kv_usage=min(1.0, page[2] / replica.cache.capacity),
                         process_start_s=site.start_s,
                     )
                 )

@@ -1,0 +1,320 @@
+"""Whole runs: queueing theory, conservation, determinism, the router's log, faults."""
+
+import io
+import itertools
+from array import array
+from random import Random
+
+import pytest
+
+from sumibi.core.errors import ConfigError
+from sumibi.core.latency import LatencyModel
+from sumibi.routing.events import EndpointUp, Signals
+from sumibi.routing.recording import replay
+from sumibi.routing.router import Router
+from sumibi.sim import simulate, world
+from sumibi.sim.fleet import Fault, FleetSpec, Group, HostTier
+from sumibi.sim.results import Status, mean
+from sumibi.sim.workload import Session, Turn, Workload
+
+MODEL = LatencyModel(a_s=0.004, b_s=5e-5, q_s=1.6e-9, d0_s=0.0136, d1_s=2.6e-5, d2_s=4.2e-8)
+BLOCK = 64
+
+
+def fleet(count=4, **changes) -> FleetSpec:
+    outer = {name: changes.pop(name) for name in list(changes) if name in FleetSpec.__struct_fields__}
+    fields = {"count": count, "latency": MODEL, "kv_tokens": 200_000} | changes
+    return FleetSpec(name="test", groups=[Group(**fields)], **outer)
+
+
+def talk(name: int, turns: int, random: Random, *, system: int = 20) -> Session:
+    """A conversation that grows; all begin with the same system prompt."""
+    keys = list(range(1, system + 1))
+    built = []
+    for i in range(turns):
+        keys += [name * 1_000_000 + 1000 * i + j for j in range(random.randrange(1, 30))]
+        blocks = array("I", range(len(keys)))
+        prompt = len(keys) * BLOCK + random.randrange(1, BLOCK)
+        built.append(
+            Turn(
+                blocks=blocks,
+                prompt_tokens=prompt,
+                output_tokens=random.randrange(1, 200),
+                after=i - 1 if i else None,
+                delay_s=random.random() * 5 if i else 0.0,
+            )
+        )
+    return Session(f"talk-{name}", keys, built)
+
+
+def talks(sessions=40, turns=6, seed=0) -> Workload:
+    random = Random(seed)
+    return Workload("talks", BLOCK, [talk(i, turns, random) for i in range(1, sessions + 1)])
+
+
+def one_shots(times: list[float], prompt: int, output: int) -> Workload:
+    """Prompts without full blocks in common, at given times."""
+    sessions = []
+    for i, t in enumerate(times):
+        keys = [i * 1000 + 7 + j for j in range(prompt // BLOCK)]
+        turn = Turn(blocks=array("I", range(len(keys))), prompt_tokens=prompt, output_tokens=output)
+        sessions.append(Session(f"one-{i}", keys, [turn], start_s=t))
+    return Workload("one-shots", BLOCK, sessions)
+
+
+def test_every_request_ends_once_and_every_token_is_accounted_for():
+    workload = talks()
+    run = simulate(workload, fleet(), users=12, seed=3)
+    calls = run.calls
+    assert len(calls) == workload.requests == run.summary.requests
+    assert (run.summary.rejected, run.summary.failed) == (0, 0)
+    assert sum(calls.output_tokens) - len(calls) == run.intervals.total
+    assert sorted(calls.prompt_tokens) == sorted(t.prompt_tokens for s in workload.sessions for t in s.turns)
+    for i in range(len(calls)):
+        assert calls.arrival_s[i] <= calls.dispatch_s[i] < calls.first_s[i] <= calls.end_s[i]
+        assert calls.cached_tokens[i] <= (calls.prompt_tokens[i] - 1) // BLOCK * BLOCK
+        assert calls.prompt_tokens[i] - calls.cached_tokens[i] >= calls.unavoidable_tokens[i]
+
+
+def test_a_turn_follows_the_end_of_the_one_before():
+    run = simulate(talks(4, 5), fleet(), users=4)
+    session = talks(4, 5).sessions[0]
+    prompts = [turn.prompt_tokens for turn in session.turns]
+    rows = [list(run.calls.prompt_tokens).index(prompt) for prompt in prompts]
+    for turn, row, before in zip(session.turns[1:], rows[1:], rows, strict=False):
+        assert run.calls.arrival_s[row] == pytest.approx(run.calls.end_s[before] + turn.delay_s)
+
+
+def test_first_tokens_never_come_before_the_work_is_done():
+    run = simulate(talks(), fleet(overhead_s=0.1), users=12, noise=0.15)
+    calls = run.calls
+    for i in range(len(calls)):
+        new = calls.prompt_tokens[i] - calls.cached_tokens[i]
+        service = MODEL.prefill_s(new, calls.cached_tokens[i])
+        assert calls.first_s[i] - calls.arrival_s[i] >= 0.1 + 0.85 * service - 1e-9
+
+
+def test_a_queue_of_equal_prompts_waits_as_queueing_theory_says():
+    # One server, constant service, Poisson arrivals: mean wait = rho * s / (2 * (1 - rho)) before service
+    # (Pollaczek-Khinchine). Each prompt is one full step.
+    service = MODEL.prefill_s(8192)
+    for rho in (0.5, 0.8):
+        random, t, times = Random(11), 0.0, []
+        for _ in range(4000):
+            t += random.expovariate(rho / service)
+            times.append(t)
+        run = simulate(one_shots(times, 8192, 1), fleet(1, kv_tokens=10_000_000, overhead_s=0.0), noise=0.0)
+        expected = service + rho * service / (2 * (1 - rho))
+        assert run.summary.ttft_mean_s == pytest.approx(expected, rel=0.08)
+
+
+def test_littles_law(monkeypatch):
+    """Requests seen by scraping = rate of arrival x time that they are seen for."""
+    seen: list[tuple[float, int]] = []
+
+    class Watched(Router):
+        def handle(self, event):
+            if isinstance(event, Signals):
+                seen.append((event.t, event.running + event.waiting))
+            return super().handle(event)
+
+    monkeypatch.setattr(world, "Router", Watched)
+    random, t, times = Random(5), 0.0, []
+    for _ in range(4000):
+        t += random.expovariate(4.0)
+        times.append(t)
+    run = simulate(
+        one_shots(times, 1000, 100), fleet(1, overhead_s=0.0, scrape_interval_s=0.25), wrong_constants=False
+    )
+    area = sum(n * (later - at) for (at, n), (later, _) in itertools.pairwise(seen))
+    in_system = area / (seen[-1][0] - seen[0][0])
+    rate = len(times) / run.summary.virtual_s
+    assert in_system == pytest.approx(rate * run.summary.e2e_mean_s, rel=0.03)
+
+
+def test_more_load_waits_longer():
+    ttft = []
+    for rate in (1.0, 4.0, 8.0, 12.0):
+        random, t, times = Random(8), 0.0, []
+        for _ in range(600):
+            t += random.expovariate(rate)
+            times.append(t)
+        ttft.append(simulate(one_shots(times, 4000, 50), fleet(2)).summary.ttft_mean_s)
+    assert ttft == sorted(ttft)
+    assert ttft[3] > 2 * ttft[0]
+
+
+def columns(run):
+    return [bytes(getattr(run.calls, name)) for name in type(run.calls).__slots__]
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not():
+    first, second, other = (simulate(talks(), fleet(), users=12, seed=seed) for seed in (1, 1, 2))
+    assert columns(first) == columns(second)
+    assert columns(first) != columns(other)
+
+
+@pytest.mark.parametrize("policy", ["cost", "round-robin", "least-loaded"])
+def test_the_log_of_a_run_replays_to_the_same_decisions(policy, monkeypatch):
+    routers: list[Router] = []
+
+    class Kept(Router):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            routers.append(self)
+
+    monkeypatch.setattr(world, "Router", Kept)
+    log = io.BytesIO()
+    faults = [Fault(at_s=20, endpoint="replica-1", kind="restart", until_s=30)]
+    simulate(talks(30, 8), fleet(kv_tokens=20_000, faults=faults), policy=policy, users=20, log=log)
+    (again,) = replay(log.getvalue().splitlines())
+    live = routers[0]
+    assert len(live.decisions(1000)) > 200
+    assert again.decisions(1000) == live.decisions(1000)
+    assert again.outcomes(1000) == live.outcomes(1000)
+    assert again.counters() == live.counters()
+    again.check_integrity()
+
+
+def test_the_router_knows_the_caches_exactly(monkeypatch):
+    routers: list[Router] = []
+
+    class Kept(Router):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            routers.append(self)
+
+    monkeypatch.setattr(world, "Router", Kept)
+    made: list[world.World] = []
+    original = world.World.run
+
+    def run(self):
+        made.append(self)
+        return original(self)
+
+    monkeypatch.setattr(world.World, "run", run)
+    host = HostTier(tokens=40_000)
+    simulate(talks(60, 8), fleet(kv_tokens=30_000, host=host, kv_event_delay_s=0.0), users=20)
+    blocks = {view.endpoint: view.blocks for view in routers[0].fleet_view()}
+    assert sum(blocks.values()) > 1000
+    for site in made[0].sites:
+        # The very last batch may be on its way.
+        assert abs(blocks[site.replica.name] - site.replica.cache.blocks) <= 40
+    routers[0].check_integrity()
+
+
+def test_the_router_is_told_constants_that_are_wrong_within_bounds(monkeypatch):
+    told: list[LatencyModel] = []
+
+    class Watched(Router):
+        def handle(self, event):
+            if isinstance(event, EndpointUp):
+                told.append(event.latency)
+            return super().handle(event)
+
+    monkeypatch.setattr(world, "Router", Watched)
+    for seed in range(20):
+        simulate(talks(1, 1), fleet(2), users=1, seed=seed)
+    prefill = [latency.b_s / MODEL.b_s for latency in told]
+    decode = [latency.d0_s / MODEL.d0_s for latency in told]
+    assert all(1 / 3 <= factor <= 3 for factor in prefill + decode)
+    assert min(prefill) < 0.6 < 1.6 < max(prefill)
+    assert told[0] == told[1], "equal machines are wrong by the same factor"
+    assert told[0].a_s / MODEL.a_s == pytest.approx(told[0].q_s / MODEL.q_s)
+    told.clear()
+    simulate(talks(1, 1), fleet(2), users=1, wrong_constants=False)
+    assert told == [MODEL, MODEL]
+
+
+def test_a_request_that_cannot_fit_is_rejected_and_its_session_goes_on():
+    workload = talks(3, 4)
+    turn = workload.sessions[0].turns[1]
+    turn.output_tokens = 1_000_000
+    run = simulate(workload, fleet(), users=3)
+    assert run.summary.rejected == 1
+    assert run.summary.requests == 12
+    assert list(run.calls.status).count(Status.DONE) == 11
+
+
+def test_clients_give_up():
+    run = simulate(one_shots([0.0, 0.1, 0.2], 8192, 2000), fleet(1, timeout_s=20.0))
+    assert list(run.calls.status) == [Status.TIMEOUT] * 3
+    assert [end - start for start, end in zip(run.calls.arrival_s, run.calls.end_s, strict=True)] == [
+        20.0
+    ] * 3
+
+
+def test_a_restart_is_survived_by_requests_that_had_no_token_yet():
+    # Two prompts under way on two replicas, one process dies before any token.
+    faults = [Fault(at_s=0.2, endpoint="replica-0", kind="restart", until_s=60.0)]
+    run = simulate(one_shots([0.0, 0.01], 20_000, 10), fleet(2, faults=faults), policy="round-robin")
+    assert list(run.calls.status) == [Status.DONE, Status.DONE]
+    assert sorted(run.calls.attempts) == [1, 2]
+    assert set(run.calls.endpoint) == {1}
+
+
+def test_a_restart_loses_answers_that_had_begun():
+    faults = [Fault(at_s=5.0, endpoint="replica-0", kind="restart", until_s=60.0)]
+    run = simulate(one_shots([0.0, 0.01], 2_000, 1_000), fleet(2, faults=faults), policy="round-robin")
+    assert sorted(run.calls.status) == [Status.DONE, Status.FAILED]
+
+
+def test_a_replica_that_is_down_gets_nothing_until_it_is_back():
+    faults = [Fault(at_s=10.0, endpoint="replica-0", kind="down", until_s=50.0)]
+    times = [float(i) for i in range(80)]
+    run = simulate(one_shots(times, 500, 5), fleet(2, faults=faults, detect_s=1.0), policy="round-robin")
+    calls = run.calls
+    there = [calls.arrival_s[i] for i in range(len(calls)) if calls.endpoint[i] == 0]
+    assert not [t for t in there if 11.0 < t < 51.0]
+    assert [t for t in there if t > 51.0]
+    assert [t for t in there if t <= 11.0]
+
+
+def test_lost_kv_events_leave_the_router_wrong_about_what_is_cached():
+    def wrong(faults):
+        calls = simulate(talks(60, 8), fleet(2, kv_tokens=30_000, faults=faults), users=20).calls
+        return mean([abs(a - b) for a, b in zip(calls.cached_tokens, calls.predicted_tokens, strict=True)])
+
+    lost = [Fault(at_s=0.0, endpoint=f"replica-{i}", kind="lose-events", until_s=1e9) for i in (0, 1)]
+    assert wrong(lost) > 2 * wrong([])
+
+
+def test_a_slow_replica_is_slow():
+    faults = [Fault(at_s=0.0, endpoint="replica-0", kind="slow", factor=5.0)]
+    run = simulate(
+        one_shots([10.0 * i for i in range(40)], 8_000, 5), fleet(2, faults=faults), policy="round-robin"
+    )
+    calls = run.calls
+    slow, fast = (
+        [calls.first_s[i] - calls.arrival_s[i] for i in range(40) if calls.endpoint[i] == e] for e in (0, 1)
+    )
+    assert mean(slow) == pytest.approx(5 * mean(fast), rel=0.15)
+
+
+def test_users_are_needed_where_sessions_have_no_start():
+    with pytest.raises(ConfigError, match="users"):
+        simulate(talks(2, 2), fleet())
+
+
+def test_a_model_that_nobody_serves_is_named():
+    spec = FleetSpec(
+        name="two",
+        groups=[
+            Group(name=name, model=name, count=1, latency=MODEL, kv_tokens=100_000)
+            for name in ("big", "small")
+        ],
+    )
+    workload = talks(2, 1)
+    workload.sessions[0].model = workload.sessions[1].model = "small"
+    run = simulate(workload, spec, users=2)
+    assert set(run.calls.endpoint) == {1}
+    workload.sessions[0].model = "huge"
+    with pytest.raises(ConfigError, match="huge"):
+        simulate(workload, spec, users=2)
+
+
+def test_progress_is_told():
+    said: list[tuple[int, int]] = []
+    simulate(talks(40, 4), fleet(), users=8, progress=lambda done, total: said.append((done, total)))
+    assert said[-1] == (160, 160)
+    assert [done for done, _ in said] == sorted(done for done, _ in said)
