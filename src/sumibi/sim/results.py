@@ -44,8 +44,10 @@ class Calls:
         "predicted_tokens",
         "priority",
         "prompt_tokens",
+        "session",
         "stage",
         "status",
+        "turn",
         "unavoidable_tokens",
     )
 
@@ -73,6 +75,10 @@ class Calls:
         self.attempts = array("b")
         self.priority = array("i")
         self.stage = array("i")
+        self.session = array("i")
+        """Index in the workload."""
+        self.turn = array("i")
+        """Index in the session."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -148,6 +148,7 @@ class World:
         self.router = Router(config, observer=observer)
         self.calls = Calls()
         self._workload = workload
+        self._numbers = {id(session): number for number, session in enumerate(workload.sessions)}
         self._fleet = fleet
         self._progress = progress
         self._heap: list[tuple[float, int, Callable[[float, object], None], object]] = []
@@ -394,6 +395,8 @@ class World:
         rows.attempts.append(call.attempt)
         rows.priority.append(call.playing.session.priority)
         rows.stage.append(call.playing.stage)
+        rows.session.append(self._numbers[id(call.playing.session)])
+        rows.turn.append(call.index)
         self._player.over(t, call.playing, call.index)
         if self._progress is not None and not len(rows) % _PROGRESS_EVERY:
             self._progress(len(rows), self._total)
