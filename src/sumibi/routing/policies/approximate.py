@@ -11,9 +11,9 @@ endpoint has up to the first one that nobody has, whether or not the run is whol
 One difference: the original hashes a partial last block, too. Here only full blocks have keys.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice, repeat
+from itertools import islice
 
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.policies.base import Ask
@@ -30,51 +30,100 @@ class ApproximateIndex:
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         """Block -> bit set of endpoints."""
-        self._bits: dict[str, int] = {}
-        self._blocks: dict[str, dict[int, None]] = {}
-        """Per endpoint its blocks in order of use, the oldest first."""
+        self._caches: dict[str, _Lru] = {}
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
         """Leading blocks of `keys` by endpoint; none for those that have none of them."""
-        found = list(map(self._holders.get, keys))
+        found: list[int | None] = list(map(self._holders.get, keys))
         if None in found:
             del found[found.index(None) :]
-        counts: dict[int, int] = {}
-        for holders in found:
+        blocks: dict[str, int] = {}
+        for holders in set(found):
             assert holders is not None
-            counts[holders] = counts.get(holders, 0) + 1
-        blocks = {
-            name: sum(n for have, n in counts.items() if have & bit) for name, bit in self._bits.items()
-        }
-        return {name: n for name, n in blocks.items() if n}
+            count = found.count(holders)
+            for name, cache in self._caches.items():
+                if holders & cache.bit:
+                    blocks[name] = blocks.get(name, 0) + count
+        return blocks
 
-    def add(self, endpoint: str, keys: Sequence[int], limit_blocks: int) -> None:
+    def add(self, endpoint: str, keys: list[int], limit_blocks: int) -> None:
         """`endpoint` gets a prompt with these blocks; it keeps its `limit_blocks` youngest."""
-        if endpoint not in self._bits:
-            self._bits[endpoint] = _unused(self._bits.values())
-            self._blocks[endpoint] = {}
-        bit, blocks, holders = self._bits[endpoint], self._blocks[endpoint], self._holders
-        for key in [key for key in keys if key not in blocks]:
+        cache = self._caches.get(endpoint)
+        if cache is None:
+            cache = self._caches[endpoint] = _Lru(_unused(c.bit for c in self._caches.values()))
+        bit, holders = cache.bit, self._holders
+        for key in cache.use(keys):
             holders[key] = holders.get(key, 0) | bit
-        deque(map(blocks.pop, keys, repeat(None)), maxlen=0)  # what is there moves to the young end
-        blocks.update(dict.fromkeys(keys))
-        self._drop(endpoint, list(islice(blocks, max(0, len(blocks) - limit_blocks))))
+        self._drop(bit, cache.evict(limit_blocks))
 
     def remove(self, endpoint: str) -> None:
         """Forget an endpoint."""
-        if endpoint in self._bits:
-            self._drop(endpoint, list(self._blocks[endpoint]))
-            del self._bits[endpoint], self._blocks[endpoint]
+        cache = self._caches.pop(endpoint, None)
+        if cache is not None:
+            self._drop(cache.bit, cache.evict(0))
 
-    def _drop(self, endpoint: str, keys: list[int]) -> None:
-        bit, blocks, holders = self._bits[endpoint], self._blocks[endpoint], self._holders
+    def _drop(self, bit: int, keys: list[int]) -> None:
+        holders = self._holders
         for key in keys:
-            del blocks[key]
             left = holders[key] ^ bit
             if left:
                 holders[key] = left
             else:
                 del holders[key]
+
+
+class _Lru:
+    """An LRU of blocks that are used a prompt at a time: the order is that of prompts, then within them."""
+
+    __slots__ = ("_ends", "_looked_at", "_prompts", "_used", "_uses", "bit")
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self._uses = 0
+        self._used: dict[int, int] = {}
+        """Block -> number of its last use."""
+        self._prompts: OrderedDict[int, list[int]] = OrderedDict()
+        """Number of a use -> the prompt's blocks, the oldest first. A block counts at its last use only."""
+        self._ends: dict[int, int] = {}
+        """Last block of a prompt -> number of that use."""
+        self._looked_at = (0, 0)
+        """(number of the oldest use, how many of its blocks were evicted or found younger)."""
+
+    def use(self, keys: list[int]) -> list[int]:
+        """The prompt's blocks are the youngest now. Returns those that are new."""
+        if not keys:
+            return []
+        self._uses += 1
+        before = len(self._used)
+        self._used.update(dict.fromkeys(keys, self._uses))
+        new = list(islice(reversed(self._used), len(self._used) - before))
+        # Keys are chained: a prompt whose last block is in this one is in it as a whole.
+        for end in {keys[len(keys) - len(new) - 1], keys[-1]}:
+            whole = self._ends.pop(end, None)
+            if whole is not None:
+                del self._prompts[whole]
+        self._prompts[self._uses] = keys
+        self._ends[keys[-1]] = self._uses
+        return new
+
+    def evict(self, limit_blocks: int) -> list[int]:
+        """Drop the oldest blocks down to the limit, and return them."""
+        used, dropped = self._used, []
+        while len(used) > limit_blocks:
+            number, keys = next(iter(self._prompts.items()))
+            start = self._looked_at[1] if self._looked_at[0] == number else 0
+            for i in range(start, len(keys)):
+                if used.get(keys[i]) == number:
+                    dropped.append(keys[i])
+                    del used[keys[i]]
+                    if len(used) <= limit_blocks:
+                        self._looked_at = (number, i + 1)
+                        break
+            else:
+                del self._prompts[number]
+                if self._ends.get(keys[-1]) == number:
+                    del self._ends[keys[-1]]
+        return dropped
 
 
 def prompt_blocks(ask: Ask, match_tokens: int) -> tuple[list[int], int]:
