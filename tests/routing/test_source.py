@@ -113,6 +113,79 @@ def test_a_routing_block_is_there_exactly_while_every_engine_block_under_it_is(s
     assert not s._shared
 
 
+# Prompts that part in the middle of a routing block, and at its end. Engine blocks of 8 tokens.
+PATHS = ["abcdefgh", "abcdefxy", "abpqrs", "abcdtu", "mn"]
+
+
+def path_tokens(path):
+    """Eight tokens a letter, of which the letter's place is a part."""
+    return [ord(letter) * 100 + i * 8 + j for i, letter in enumerate(path) for j in range(8)]
+
+
+@given(
+    st.sampled_from([8, 16, 24, 32, 12]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["store", "store", "store", "remove", "remove", "clear"]),
+            st.sampled_from(PATHS),
+            st.integers(0, 7),
+            st.integers(1, 5),
+            st.sampled_from(["gpu", "gpu", "cpu"]),
+        ),
+        max_size=40,
+    ),
+)
+@settings(REPEATABLE, max_examples=300)
+def test_branches_within_routing_blocks_and_tiers_do_not_mix(size, steps):
+    s, changes, copies = source(block=size), [], {"gpu": {}, "cpu": {}}
+    for what, path, at, count, tier in steps:
+        at %= len(path)
+        names = [path[: i + 1] for i in range(len(path))]  # an engine's hash stands for all before it
+        hashes = [name.encode() for name in names]
+        if what == "clear":
+            changes += s.apply([AllBlocksCleared()])
+            copies["gpu"].clear()
+        elif what == "remove":
+            changes += s.apply([BlockRemoved([hashes[at]], medium=tier)])
+            copies[tier][names[at]] = max(0, copies[tier].get(names[at], 0) - 1)
+        elif not at or any(held.get(names[at - 1]) for held in copies.values()):
+            last = min(at + count, len(path))
+            tokens = path_tokens(path)[at * 8 : last * 8]
+            parent = hashes[at - 1] if at else None
+            changes += s.apply([stored(hashes[at:last], tokens, parent=parent, size=8, medium=tier)])
+            for name in names[at:last]:
+                copies[tier][name] = copies[tier].get(name, 0) + 1
+    for tier, held in copies.items():
+        expected = set()
+        for path in PATHS:
+            for i, key in enumerate(keys_of(path_tokens(path), block=size)):
+                under = range(i * size // 8, -(-(i + 1) * size // 8))
+                if all(held.get(path[: b + 1]) for b in under):
+                    expected.add(key)
+        assert resident(changes, tier) == expected
+    s.clear()
+    assert not s._shared
+
+
+def test_nothing_is_left_of_blocks_that_came_and_went():
+    """F32, for routing blocks of several engine blocks."""
+    s = source(block=32)
+    for path in PATHS:
+        hashes = [path[: i + 1].encode() for i in range(len(path))]
+        s.apply([stored(hashes, path_tokens(path), size=8)])
+    for path in PATHS:
+        s.apply([BlockRemoved([path[: i + 1].encode()]) for i in range(len(path)) for _ in range(4)])
+    assert not s._shared
+    assert all(not pool.chains and not pool.copies for pool in s._pools.values())
+
+
+def test_blocks_removed_one_after_the_other_are_one_change():
+    s = source()
+    s.apply([stored([1, 2, 3], TOKENS[:48])])
+    keys = keys_of(TOKENS[:48])
+    assert s.apply([BlockRemoved([3]), BlockRemoved([2])]) == [KeysRemoved("gpu", [keys[2], keys[1]])]
+
+
 def test_each_copy_of_a_block_is_removed_by_itself():
     """F22: duplicate stores are counted, an early remove does not count below zero."""
     s = source()

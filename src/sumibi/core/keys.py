@@ -37,7 +37,11 @@ def extend_keys(parent: int, token_ids: Sequence[int], block_tokens: int) -> lis
     `parent` is a root key or the key of the block before `token_ids[0]`. One hash per block:
     a 100k-token prompt in blocks of 64 (1,563 keys) takes well under a millisecond.
     """
-    packed = memoryview(pack_tokens(token_ids))
+    return extend_packed(parent, pack_tokens(token_ids), block_tokens)
+
+
+def extend_packed(parent: int, packed: bytes, block_tokens: int) -> list[int]:
+    """`extend_keys` for tokens that `pack_tokens` has packed."""
     width = 4 * block_tokens
     keys = []
     for start in range(0, len(packed) - width + 1, width):

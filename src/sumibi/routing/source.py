@@ -5,7 +5,8 @@ its parent's hash, so its routing key follows from the parent's: the map from en
 is needed, and events without tokens (another tier's copy of a known block) are resolved through it.
 
 Engine blocks and routing blocks may differ in size, in any ratio. A routing block is there if every engine
-block that overlaps it is. Most of this file is for that; with equal sizes a block is one dictionary entry.
+block that overlaps it is. Most of this file is for that; with equal sizes a block is one dictionary entry,
+and where some small engine blocks make one routing block they share one record.
 
 What counts as there, per tier:
 - each (tier, attention group) is a *pool* that counts copies of a hash; engines store a hash more than
@@ -16,14 +17,14 @@ What counts as there, per tier:
 Knows nothing of sequence numbers, endpoints or the index. In recorded logs its output stands for the events.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from sumibi.core.keys import extend_keys, root_key
+from sumibi.core.keys import extend_keys, extend_packed, pack_tokens, root_key
 from sumibi.core.kvevents import BlockRemoved, BlockStored, EngineHash, KVEvent
 from sumibi.routing.counters import Counters
 from sumibi.routing.events import Change, KeysAdded, KeysCopied, KeysRemoved, TierCleared
@@ -49,14 +50,28 @@ class _Part(NamedTuple):
     """Engine blocks that overlap it, in order."""
 
 
+class _Joint(NamedTuple):
+    """Engine blocks that together make one routing block, or its beginning; the record of each of them."""
+
+    key: int | None
+    """None: it is not complete."""
+    above: int | None
+    """The routing block before it, None at the root."""
+    blocks: tuple[EngineHash, ...]
+    seed: int
+    """`above`, or the root key."""
+    packed: bytes
+    """Tokens of all `blocks`."""
+
+
 class _Span(NamedTuple):
-    """An engine block that is not just one routing block: what ends in it, what the next one continues."""
+    """An engine block of a size that fits no better: what ends in it, what the next one continues."""
 
     seed: int
     """Key of the last routing block that ended (the root key if none did)."""
     above: int | None
     """The same, None if none did."""
-    tail: tuple[int, ...]
+    tail: bytes
     """Tokens since then."""
     blocks: tuple[EngineHash, ...]
     """Engine blocks that hold them."""
@@ -64,8 +79,17 @@ class _Span(NamedTuple):
     """Routing blocks that end in this engine block."""
 
 
-_Chain = int | _Span | None
-"""What a stored block is: a routing block (its key), a span, or unknown (an orphan)."""
+class _Start(NamedTuple):
+    """What the first block of an event continues: as in `_Span`."""
+
+    seed: int
+    above: int | None
+    tail: bytes
+    blocks: tuple[EngineHash, ...]
+
+
+_Chain = int | _Joint | _Span | None
+"""What a stored block is: a routing block (its key), less than one, anything else, unknown (an orphan)."""
 
 
 class _Pool:
@@ -85,6 +109,20 @@ class _Pool:
         """One more copy (the first is counted by its chain)."""
         if block in self.chains:
             self.copies[block] = self.copies.get(block, 0) + 1
+
+    def put(self, blocks: Sequence[EngineHash], chains: Sequence[_Chain]) -> None:
+        """One more copy of each."""
+        known = self.chains
+        before = len(known)
+        if known.keys().isdisjoint(blocks):
+            known.update(zip(blocks, chains, strict=True))
+            if len(known) == before + len(blocks):
+                return
+            for block in blocks:
+                known.pop(block, None)  # some are named twice
+        for block, chain in zip(blocks, chains, strict=True):
+            self.count(block)
+            known[block] = chain
 
 
 class _Orphans(NamedTuple):
@@ -118,8 +156,8 @@ class Source:
         self._pools: dict[tuple[str, int], _Pool] = {}
         self._other_groups: set[int] = set()
         """Groups that are not of full attention."""
-        self._shared: dict[EngineHash, list[_Part]] = {}
-        """Routing blocks that several engine blocks overlap, by each of those."""
+        self._shared: dict[EngineHash, list[_Part | _Joint]] = {}
+        """By engine block: routing blocks that it has a part in and that its own record does not name."""
         self._orphans: dict[EngineHash, list[_Orphans]] = {}
         """By the parent they wait for, the oldest first."""
 
@@ -162,14 +200,15 @@ class Source:
                 self._keep_orphan(pool, event)
                 return
             extras = _extras(event)
-            if event.block_size == self.block_tokens and not start.tail and extras is None:
+            size, width = event.block_size, self.block_tokens
+            if extras is not None:
+                self._stored_uneven(pool, event, start, extras, changes)
+            elif size == width and not start.tail:
                 self._stored_equal(pool, event, start, changes)
+            elif size < width and not width % size and len(start.tail) == 4 * size * len(start.blocks):
+                self._stored_smaller(pool, event, start, changes)
             else:
-                chains = self._chains(event, start, extras)
-                for block, (chain, parts) in zip(event.block_hashes, chains, strict=True):
-                    pool.count(block)
-                    pool.chains[block] = chain
-                    self._appeared(pool, block, parts, changes)
+                self._stored_uneven(pool, event, start, None, changes)
             if self._orphans:
                 self._adopt(event, changes)
         if pool is not None and len(pool.chains) > pool.limit:
@@ -197,13 +236,13 @@ class Source:
             self._pools[(tier, group)] = pool
         return pool
 
-    def _start(self, event: BlockStored) -> _Span | None:
+    def _start(self, event: BlockStored) -> _Start | None:
         """What the event's first block continues; None if that is not known."""
         parent = event.parent_block_hash
         if parent is None:
-            return _Span(self._root(event), None, (), (), ())
+            return _Start(self._root(event), None, b"", ())
         chain = self._known(parent)
-        return _Span(chain, chain, (), (), ()) if isinstance(chain, int) else chain
+        return None if chain is None else _after(chain, parent)
 
     def _root(self, event: BlockStored) -> int:
         salt = event.cache_salt or _salt(event) or ""
@@ -219,20 +258,92 @@ class Source:
                 return chain
         return None
 
-    def _stored_equal(self, pool: _Pool, event: BlockStored, start: _Span, changes: list[Change]) -> None:
+    def _stored_equal(self, pool: _Pool, event: BlockStored, start: _Start, changes: list[Change]) -> None:
         """The common case: engine blocks are routing blocks."""
         keys = extend_keys(start.seed, event.token_ids, event.block_size)
-        for block, key in zip(event.block_hashes, keys, strict=True):
-            pool.count(block)
-            pool.chains[block] = key
+        pool.put(event.block_hashes, keys)
         above = start.above
-        if sum(other.tier == pool.tier for other in self._pools.values()) == 1:
+        if self._alone(pool):
             # Said again even if known: it heals an index that dropped a block on other evidence.
             changes.append(KeysAdded(pool.tier, above, keys))
             return
         for block, key in zip(event.block_hashes, keys, strict=True):
-            self._appeared(pool, block, (_Part(key, above, (block,)),), changes)
+            if self._present(pool.tier, block):
+                changes.append(KeysAdded(pool.tier, above, [key]))
             above = key
+
+    def _stored_smaller(self, pool: _Pool, event: BlockStored, start: _Start, changes: list[Change]) -> None:
+        """A number of engine blocks make one routing block."""
+        hashes, joints = event.block_hashes, self._joints(event, start)
+        records = [joint for joint in joints for _ in joint.blocks][len(start.blocks) :]
+        # The usual case: nothing was known of these blocks, so they can only be in these routing blocks.
+        fresh = len(self._pools) == 1 and pool.chains.keys().isdisjoint(hashes)
+        fresh = fresh and not any(block in self._shared for block in hashes)
+        if fresh:
+            pool.put(hashes, records)
+        else:
+            for block, joint in zip(hashes, records, strict=True):
+                chain = self._known(block)
+                pool.count(block)
+                pool.chains[block] = joint if chain is None else chain
+                self._rejoin(block, joint)
+        for block in start.blocks:
+            self._rejoin(block, joints[0])
+        if not fresh:
+            for block in hashes:
+                self._appeared(pool, block, changes)
+            return
+        first = 0 if all(block in pool.chains for block in start.blocks) else 1
+        keys = [joint.key for joint in joints[first:] if joint.key is not None]
+        if keys:
+            changes.append(KeysAdded(pool.tier, joints[first].above, keys))
+
+    def _joints(self, event: BlockStored, start: _Start) -> list[_Joint]:
+        """The routing blocks that the event's blocks make with those before them; the last may lack some."""
+        width, ratio = 4 * self.block_tokens, self.block_tokens // event.block_size
+        packed = start.tail + pack_tokens(event.token_ids)
+        blocks = (*start.blocks, *event.block_hashes)
+        keys: list[int | None] = [*extend_packed(start.seed, packed, self.block_tokens), None]
+        seed, above = start.seed, start.above
+        joints = []
+        for i in range(-(-len(blocks) // ratio)):
+            key, part = keys[i], packed[i * width : (i + 1) * width]
+            joints.append(_Joint(key, above, blocks[i * ratio : (i + 1) * ratio], seed, part))
+            if key is not None:
+                seed = above = key
+        return joints
+
+    def _rejoin(self, block: EngineHash, joint: _Joint) -> None:
+        """`block` is in `joint`, too: its record, if that is less of the same, or one more beside it."""
+        absent = True
+        for pool in self._pools.values():
+            chain = pool.chains.get(block)
+            if chain is None:
+                continue
+            absent = False
+            if isinstance(chain, _Joint) and chain.key is None:
+                if joint.key is not None or len(joint.blocks) > len(chain.blocks):
+                    pool.chains[block] = joint
+            elif joint.key is not None and not (isinstance(chain, _Joint) and _same(chain, joint)):
+                self._share(block, joint)
+        if absent and joint.key is not None:
+            # It may come back while the others are there.
+            self._share(block, joint)
+
+    def _stored_uneven(
+        self,
+        pool: _Pool,
+        event: BlockStored,
+        start: _Start,
+        extras: list[bytes] | None,
+        changes: list[Change],
+    ) -> None:
+        """Any sizes, and blocks that are more than their tokens."""
+        chains = self._chains(event, start, extras)
+        for block, (chain, parts) in zip(event.block_hashes, chains, strict=True):
+            pool.count(block)
+            pool.chains[block] = chain
+            self._appeared(pool, block, changes, parts)
 
     def _stored_without_tokens(self, pool: _Pool, event: BlockStored, changes: list[Change]) -> None:
         for block in event.block_hashes:
@@ -242,28 +353,26 @@ class Source:
                 continue
             pool.count(block)
             pool.chains[block] = chain
-            if isinstance(chain, _Span):
-                self._appeared(pool, block, chain.parts, changes)
-            elif self._present(pool.tier, block):
-                changes.append(KeysCopied(pool.tier, [chain]))
+            self._appeared(pool, block, changes)
 
     def _chains(
-        self, event: BlockStored, start: _Span, extras: list[bytes] | None
-    ) -> Iterable[tuple[int | _Span, Sequence[_Part]]]:
-        """Each block of the event as a chain, with the routing blocks that end in it; for any sizes."""
-        size, width = event.block_size, self.block_tokens
-        seed, above, tail, blocks, _ = start
+        self, event: BlockStored, start: _Start, extras: list[bytes] | None
+    ) -> Iterator[tuple[int | _Span, Sequence[_Part]]]:
+        """Each block of the event with the routing blocks that end in it; for any sizes."""
+        size, width = 4 * event.block_size, self.block_tokens
+        seed, above, tail, blocks = start
+        packed = pack_tokens(event.token_ids)
         for i, block in enumerate(event.block_hashes):
             if extras is not None and extras[i]:
                 seed = xxh3_64_intdigest(extras[i], seed)
-            tokens = (*tail, *event.token_ids[i * size : (i + 1) * size])
+            tokens = tail + packed[i * size : (i + 1) * size]
             blocks = (*blocks, block)
             parts = []
-            for key in extend_keys(seed, tokens, width):
+            for key in extend_packed(seed, tokens, width):
                 parts.append(_Part(key, above, blocks))
                 seed = above = key
                 blocks = (block,)
-            tail = tokens[len(parts) * width :]
+            tail = tokens[len(parts) * 4 * width :]
             if not tail:
                 blocks = ()
             if not tail and len(parts) == 1 and len(parts[0].blocks) == 1:
@@ -272,23 +381,47 @@ class Source:
                 yield _Span(seed, above, tail, blocks, tuple(parts)), parts
 
     def _appeared(
-        self, pool: _Pool, block: EngineHash, parts: Sequence[_Part], changes: list[Change]
+        self, pool: _Pool, block: EngineHash, changes: list[Change], ending: Sequence[_Part] = ()
     ) -> None:
-        """`block`, in which `parts` end, is in `pool`: say what is complete in that tier now."""
-        for part in parts:
+        """`block` is in `pool`: say which of its routing blocks are complete in that tier now.
+
+        `ending` are those that end in it, if they are not known yet.
+        """
+        for part in ending:
             if len(part.blocks) > 1:
                 for each in part.blocks:
-                    shared = self._shared.setdefault(each, [])
-                    if part not in shared:
-                        shared.append(part)
-        waiting = [part for part in self._shared.get(block, ()) if part not in parts]
-        for part in (*parts, *waiting):
-            if all(self._present(pool.tier, each) for each in part.blocks):
-                changes.append(KeysAdded(pool.tier, part.above, [part.key]))
+                    self._share(each, part)
+        above = ending[0].above if ending else None
+        chain = pool.chains[block]
+        if isinstance(chain, int) and self._present(pool.tier, block):
+            changes.append(KeysAdded(pool.tier, above, [chain]) if ending else KeysCopied(pool.tier, [chain]))
+        for whole in self._parts(pool, block):
+            if all(self._present(pool.tier, each) for each in whole.blocks):
+                assert whole.key is not None
+                changes.append(KeysAdded(pool.tier, whole.above, [whole.key]))
+
+    def _parts(self, pool: _Pool, block: EngineHash) -> list[_Part | _Joint]:
+        """Routing blocks that `block` has a part in."""
+        chain = pool.chains[block]
+        shared = self._shared.get(block, ())
+        if isinstance(chain, _Joint):
+            return [*([chain] if chain.key is not None else ()), *shared]
+        if isinstance(chain, _Span):
+            return [*(part for part in chain.parts if len(part.blocks) == 1), *shared]
+        return [*shared]
 
     def _present(self, tier: str, block: EngineHash) -> bool:
         """Whether all pools of `tier` hold it."""
         return all(block in pool.chains for pool in self._pools.values() if pool.tier == tier)
+
+    def _alone(self, pool: _Pool) -> bool:
+        """Whether no other pool is of its tier."""
+        return len(self._pools) == 1 or sum(p.tier == pool.tier for p in self._pools.values()) == 1
+
+    def _share(self, block: EngineHash, part: _Part | _Joint) -> None:
+        shared = self._shared.setdefault(block, [])
+        if not any(_same(each, part) for each in shared):
+            shared.append(part)
 
     # --- orphans ---
 
@@ -315,7 +448,7 @@ class Source:
 
     def _adopt(self, event: BlockStored, changes: list[Change]) -> None:
         """The blocks of `event` are known now: so are those that waited for them, and so on."""
-        known: dict[EngineHash, _Span] = {}
+        known: dict[EngineHash, _Start] = {}
         parents = list(event.block_hashes)
         while parents and self._orphans:
             parent = parents.pop()
@@ -325,17 +458,17 @@ class Source:
             start = known.get(parent)
             if start is None:
                 chain = self._known(parent)
-                start = _Span(chain, chain, (), (), ()) if isinstance(chain, int) else chain
-                assert start is not None
+                assert chain is not None
+                start = _after(chain, parent)
             for pool, orphan in waiting:
                 self.orphan_blocks -= len(orphan.block_hashes)
                 chains = self._chains(orphan, start, _extras(orphan))
                 for block, (chain, parts) in zip(orphan.block_hashes, chains, strict=True):
-                    known[block] = _Span(chain, chain, (), (), ()) if isinstance(chain, int) else chain
+                    known[block] = _after(chain, block)
                     # One that was removed meanwhile still says what its children are.
                     if block in pool.chains and pool.chains[block] is None:
                         pool.chains[block] = chain
-                        self._appeared(pool, block, parts, changes)
+                        self._appeared(pool, block, changes, parts)
                 parents.extend(orphan.block_hashes)
 
     # --- removed ---
@@ -345,7 +478,10 @@ class Source:
         if pool is None:
             self._count.skipped_events += 1
             return
-        keys: list[int] = []
+        # Engines remove block by block: what follows one another is one change.
+        last = changes[-1] if changes else None
+        together = isinstance(last, KeysRemoved) and last.tier == pool.tier
+        keys = last.keys if isinstance(last, KeysRemoved) and together else []
         for block in event.block_hashes:
             more = pool.copies.get(block, 0)
             if more > 1:
@@ -356,34 +492,40 @@ class Source:
                 keys.extend(self._lost(pool, block))
             else:
                 self._count.skipped_events += 1
-        if keys:
+        if keys and not together:
             changes.append(KeysRemoved(pool.tier, keys))
 
     def _lost(self, pool: _Pool, block: EngineHash) -> list[int]:
         """The last copy left `pool`: routing blocks that are no longer complete there."""
-        keys = self._keys(pool, block)
+        chain = pool.chains[block]
+        if isinstance(chain, int) and block not in self._shared:
+            del pool.chains[block]
+            return [chain]
+        keys, parts = self._keys(pool, block), self._parts(pool, block)
         del pool.chains[block]
-        for part in list(self._shared.get(block, ())):
-            if not any(each in p.chains for each in part.blocks for p in self._pools.values()):
-                self._unshare(part)
+        for part in parts:
+            if len(part.blocks) > 1:
+                if self._any_present(part):
+                    self._share(block, part)
+                else:
+                    self._unshare(part)
         return keys
+
+    def _any_present(self, part: _Part | _Joint) -> bool:
+        """Whether any pool holds any of its blocks."""
+        return any(each in pool.chains for each in part.blocks for pool in self._pools.values())
 
     def _keys(self, pool: _Pool, block: EngineHash) -> list[int]:
-        """Routing blocks that `block` has a part in."""
+        """Routing blocks that `block` is or has a part in."""
         chain = pool.chains[block]
-        if isinstance(chain, int):
-            return [chain]
-        keys = [part.key for part in self._shared.get(block, ())]
-        if chain is not None:
-            keys += [part.key for part in chain.parts if len(part.blocks) == 1]
-        return keys
+        own = [chain] if isinstance(chain, int) else []
+        return own + [part.key for part in self._parts(pool, block) if part.key is not None]
 
-    def _unshare(self, part: _Part) -> None:
+    def _unshare(self, part: _Part | _Joint) -> None:
         for each in part.blocks:
-            others = self._shared[each]
-            others.remove(part)
-            if not others:
-                del self._shared[each]
+            others = [other for other in self._shared.pop(each, ()) if not _same(other, part)]
+            if others:
+                self._shared[each] = others
 
     def _drop_oldest(self, pool: _Pool, changes: list[Change]) -> None:
         """The pool is over its limit (a tier that reports no removals): its oldest sixteenth goes."""
@@ -398,10 +540,36 @@ class Source:
         self.drop_orphans()
         for name in [name for name, pool in self._pools.items() if pool.tier == DEVICE]:
             del self._pools[name]
-        for part in {part for shared in self._shared.values() for part in shared}:
-            if not any(each in p.chains for each in part.blocks for p in self._pools.values()):
+        parts = [part for shared in self._shared.values() for part in shared]
+        for pool in self._pools.values():
+            # Joints of lower tiers: what the device had of them may come back.
+            records = {id(chain): chain for chain in pool.chains.values() if isinstance(chain, _Joint)}
+            for joint in records.values():
+                for block in joint.blocks if joint.key is not None else ():
+                    if self._known(block) is None:
+                        self._share(block, joint)
+        for part in parts:
+            if not self._any_present(part):
                 self._unshare(part)
         changes.append(TierCleared(DEVICE))
+
+
+def _after(chain: int | _Joint | _Span, block: EngineHash) -> _Start:
+    """What comes behind `block`, which is `chain`, continues."""
+    if isinstance(chain, int):
+        return _Start(chain, chain, b"", ())
+    if isinstance(chain, _Span):
+        return _Start(chain.seed, chain.above, chain.tail, chain.blocks)
+    blocks = chain.blocks[: chain.blocks.index(block) + 1]
+    if chain.key is not None and len(blocks) == len(chain.blocks):
+        return _Start(chain.key, chain.key, b"", ())
+    width = len(chain.packed) // len(chain.blocks)
+    return _Start(chain.seed, chain.above, chain.packed[: width * len(blocks)], blocks)
+
+
+def _same(one: _Part | _Joint, other: _Part | _Joint) -> bool:
+    """Whether they are the same routing block over the same engine blocks."""
+    return one.key == other.key and one.blocks == other.blocks
 
 
 def _tier(medium: str | None) -> str:
