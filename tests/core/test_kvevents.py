@@ -83,6 +83,15 @@ def test_an_unknown_or_broken_event_is_counted_and_the_rest_of_the_batch_lives()
     assert (batch.seq, batch.skipped, batch.rank) == (4, 4, 0)
 
 
+@pytest.mark.parametrize("token", [-1, 2**32, 1.5])
+def test_a_token_that_is_none_makes_its_event_unknown(token):
+    fields = {"block_hashes": [1], "parent_block_hash": None, "block_size": 1}
+    good, bad = ({"type": "BlockStored", "token_ids": ids, **fields} for ids in ([5], [token]))
+    batch = decode_batch(0, pack([0.0, [bad, good, ["BlockStored", [1], None, [token], 1]]]))
+    assert batch.skipped == 2
+    assert [event.token_ids for event in batch.events] == [[5]]
+
+
 def test_a_batch_may_be_a_map_and_may_lack_its_rank():
     as_map = {"ts": 2.0, "events": [{"type": "AllBlocksCleared"}], "data_parallel_rank": 1}
     assert decode_batch(0, pack(as_map)).rank == 1

@@ -6,7 +6,7 @@ since September 2026) or, from older releases, a positional array. Unknown event
 never the batch; unknown map keys and extra array slots are ignored.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,6 +14,9 @@ from sumibi.core.errors import WireError
 
 EngineHash = int | bytes
 """A block hash as the engine sent it: opaque, compared for equality only."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+"""Token ids are hashed as 32 bits; an event with others is of no known kind."""
 
 REPLAY_END = (1 << 64) - 1
 """Sequence of the empty message that ends a replay (all ones)."""
@@ -24,7 +27,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
-    token_ids: list[int]
+    token_ids: list[TokenId]
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
@@ -60,6 +63,14 @@ class EventBatch(msgspec.Struct):
     skipped: int = 0
 
 
+class _Usual(msgspec.Struct, array_like=True):
+    """A batch as engines send it today, all its events known."""
+
+    ts: float
+    events: list[KVEvent]
+    rank: int | None = None
+
+
 # Positional events: names of their slots in order, and how many must be there.
 _SLOTS: dict[str, tuple[list[str], int]] = {
     "BlockStored": (
@@ -80,6 +91,7 @@ _SLOTS: dict[str, tuple[list[str], int]] = {
     "BlockRemoved": (["block_hashes", "medium", "group_idx"], 1),
     "AllBlocksCleared": ([], 0),
 }
+_usual = msgspec.msgpack.Decoder(_Usual)
 _typed = msgspec.msgpack.Decoder(KVEvent)
 _batch = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _raws = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -93,6 +105,15 @@ def encode_batch(ts: float, events: list[KVEvent], rank: int = 0) -> bytes:
 
 def decode_batch(seq: int, payload: bytes) -> EventBatch:
     """Decode one payload frame. Raises WireError when the batch itself is not a batch."""
+    try:
+        usual = _usual.decode(payload)
+    except msgspec.MsgspecError:
+        return _decode_with_care(seq, payload)
+    return EventBatch(seq, usual.ts, usual.events, usual.rank or 0)
+
+
+def _decode_with_care(seq: int, payload: bytes) -> EventBatch:
+    """Any layout, event by event."""
     try:
         head = payload[:1]
         if head and (head[0] & 0xF0 == 0x80 or head[0] in (0xDE, 0xDF)):
