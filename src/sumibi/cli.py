@@ -350,6 +350,79 @@ def doctor(json: Json = False, admin_port: AdminPort = 8080) -> None:
     raise typer.Exit(1 if any(check.verdict is Verdict.PROBLEM for check in checks) else 0)
 
 
+@app.command(short_help="Play traffic on a simulated fleet, under several policies.")
+def replay(
+    trace: Annotated[
+        list[str],
+        typer.Argument(
+            help="Recorded traffic (files, plain, .gz or .xz), or made-up: agents, program, w1, w2, w3, w7,"
+            " w8, w9, w12, w15, with options as in agents:sessions=200,users=64.",
+            metavar="TRACE...",
+        ),
+    ],
+    fleet: Annotated[Path, typer.Option(help="What it is played on, YAML (docs/replay.md).", metavar="FILE")],
+    policy: Annotated[
+        str, typer.Option(help="Policies to compare, separated by commas; `all` for all.", metavar="A,B,C")
+    ] = "cost,round-robin",
+    users: Annotated[
+        int | None,
+        typer.Option(
+            help="Sessions at once: whoever ends one begins the next. Replaces recorded times."
+            " [default: recorded times, or 32 where a trace has none]"
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Order of sessions, noise, wrong constants; equal seeds give equal results.")
+    ] = 0,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="weka, mooncake, bailian, access-log, recording or azure. [default: by content]",
+            metavar="NAME",
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write one object a run here.", metavar="FILE")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a picture: .png, .svg or .pdf.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Play traffic on a simulated fleet, under several policies, and see what each would have given you.
+
+    The router is the real one; engines are simulated: prefill in chunks, continuous batching, a cache of the
+    size that the fleet file says. What any router could have reached at most is printed beside it.
+
+    \b
+    Yesterday's traffic of your gateway (sumibi serve --record DIR), on a fleet you think of buying:
+      sumibi replay DIR/events.jsonl --fleet fleet.yaml --policy cost,llmd-precise
+    Coding agents, made up, 64 at once:
+      sumibi replay agents --fleet fleet.yaml --users 64 --plot replay.png
+    \b
+    A fleet file:
+      name: four-h100-nodes
+      groups:
+        - {count: 4, latency: llama-3.1-70b/4xh100, kv_tokens: 461_376}
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
+    from sumibi.bench import replay_report as reports
+    from sumibi.bench.replay import policies, replay, workload_of
+    from sumibi.sim.fleet import load
+
+    reports.check_output(json, "--json")
+    reports.check_plot(plot)
+    names, spec = policies(policy), load(fleet)
+    from sumibi import console
+
+    with console.progress() as report:
+        report("traffic", ", ".join(trace), None)
+        workload = workload_of(trace, format=format, seed=seed)
+        report("traffic", ", ".join(trace), 1.0)
+        replayed = replay(workload, spec, names, users=users, seed=seed, report=report)
+    reports.print_table(replayed)
+    if json is not None:
+        reports.write_json(json, replayed)
+    if plot is not None:
+        reports.write_plot(plot, replayed)
+
+
 @decisions.command(short_help="Recompute every pick of a decision log.")
 def rerun(
     file: Annotated[Path, typer.Argument(help="A decision log, as `sumibi serve --record DIR` writes it.")],

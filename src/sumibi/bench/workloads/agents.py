@@ -58,7 +58,7 @@ def agents(
 ) -> Workload:
     """A closed loop of `sessions` coding sessions. Equal arguments give equal workloads."""
     shape = shape or AgentShape()
-    workload = Workload("agents", shape.block_tokens, users=users)
+    workload = Workload("agents", shape.block_tokens, users=users, names_sessions=True)
     for number in range(sessions):
         random = Random(f"agents {seed} {number}")
         session = Session(name=f"agents-{seed}-{number}", keys=[], turns=[])

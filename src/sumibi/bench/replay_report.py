@@ -1,0 +1,206 @@
+"""What `sumibi replay` shows: a table, JSON, a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sumibi.bench.replay import Replayed, share
+from sumibi.core.errors import ConfigError, EnvironmentProblem
+from sumibi.sim.results import Calls, busy_over_time, hit_rate_over_time
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURES = (".png", ".svg", ".pdf")
+
+_COLUMNS = (
+    "hit\nrate",
+    "of\nbound",
+    "work\nshare",
+    "TTFT s\nmean",
+    "\np50",
+    "\np90",
+    "\np99",
+    "ITL ms\np50",
+    "\np99",
+    "output\ntok/s",
+    "\nrejected",
+    "\nfailed",
+)
+_LEGEND = """\
+hit rate: part of prompt tokens found in a cache.
+work share: uncached tokens of the busiest replica over the mean.
+pooled: one cache as large as all replicas' together; with hindsight: it evicts what is needed last (Belady).
+Requests that no replica can hold are rejected and count nowhere else."""
+_WINDOWS = 40
+"""Points of a curve over time."""
+_COLOURS = ("#3a7d44", "#c8553d", "#2f6690", "#e0a030", "#7a4f9a", "#50a0a0", "#a04060", "#808080", "#a0b040",
+            "#404040")  # fmt: skip
+
+
+def print_table(replayed: Sequence[Replayed]) -> None:
+    """A row a policy, then the bounds (in the first policy's order of arrivals)."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    first = replayed[0].run.summary
+    users = f"{first.users} users" if first.users else "at recorded times"
+    title = f"{first.workload} ({first.requests:,} requests, {users}) on {first.fleet}, seed {first.seed}"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="", padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in replayed:
+        row = one.run.summary
+        table.add_row(
+            row.policy,
+            f"{row.token_hit_rate:.4f}",
+            f"{share(row.token_hit_rate, one.bounds.infinite):.1%}",
+            f"{row.work_share:.2f}",
+            *(_seconds(value) for value in (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)),
+            f"{1000 * row.itl_p50_s:.1f}",
+            f"{1000 * row.itl_p99_s:.1f}",
+            f"{row.output_tokens_per_s:,.0f}",
+            str(row.rejected),
+            str(row.failed),
+        )
+    table.add_section()
+    bounds = replayed[0].bounds
+    for name, rate in (
+        ("infinite cache", bounds.infinite),
+        ("pooled, with hindsight", bounds.pooled_belady),
+        ("pooled LRU", bounds.pooled_lru),
+    ):
+        table.add_row(name, f"{rate:.4f}", f"{share(rate, bounds.infinite):.1%}")
+    # rather lines that a narrow terminal wraps than figures that are cut
+    needed = Console(width=1_000).measure(table).maximum
+    console = Console()
+    console = Console(width=max(console.width, needed))
+    console.print(table)
+    console.print(_LEGEND, highlight=False, soft_wrap=True)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def write_json(path: Path, replayed: Sequence[Replayed]) -> None:
+    """A list with one object a run."""
+    records = msgspec.json.encode([one.record() for one in replayed])
+    path.write_bytes(msgspec.json.format(records) + b"\n")
+
+
+def check_output(path: Path | None, option: str, endings: Sequence[str] = ()) -> None:
+    """Before minutes are spent: can this file be written? Raises ConfigError."""
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        raise ConfigError(f"{option} {path}: the name must end with one of {', '.join(endings)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {path.parent}")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises ConfigError or, without matplotlib, EnvironmentProblem."""
+    check_output(path, "--plot", PICTURES)
+    if path is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as cause:
+            raise EnvironmentProblem(
+                "--plot needs matplotlib: pip install 'sumibi[plot]' (or leave --plot out)"
+            ) from cause
+
+
+def write_plot(path: Path, replayed: Sequence[Replayed]) -> None:
+    """Distributions of TTFT and ITL, hit rate over time, load of every replica over time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    columns = 3 if len(replayed) <= 6 else 4
+    rows = -(-len(replayed) // columns)
+    height = 4.2 + rows * 2.4
+    figure = plt.figure(figsize=(15, height), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(4.2, rows * 2.4))
+    ttft, itl, hits = top.subplots(1, 3)
+    for one, colour in zip(replayed, _COLOURS, strict=False):
+        _cumulative(ttft, _quantiles(one.run.calls), one.run.summary.policy, colour)
+        _cumulative(itl, one.run.intervals.points(), one.run.summary.policy, colour)
+        _hit_rate(hits, one, colour)
+    _label(ttft, "Time to first token", "s")
+    _label(itl, "Time between tokens", "s")
+    bound = replayed[0].bounds
+    hits.axhline(bound.infinite, color="black", linestyle=":", label="infinite cache")
+    hits.axhline(bound.pooled_lru, color="black", linestyle="--", linewidth=0.8, label="pooled LRU")
+    hits.set_title("Token hit rate over time (legend: of the whole run)", loc="left", fontsize=10)
+    hits.set_xlabel("virtual hours")
+    hits.set_ylim(0, 1.02)
+    hits.legend(fontsize=7, loc="lower right")
+    _loads(bottom, replayed, rows, columns)
+    first = replayed[0].run.summary
+    figure.suptitle(f"{first.workload} on {first.fleet}", x=0.01, ha="left")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _quantiles(calls: Calls) -> list[tuple[float, float]]:
+    """(seconds, part of the served requests that was not slower)."""
+    values = sorted(calls.ttft_s(calls.done()))
+    return [(value, (rank + 1) / len(values)) for rank, value in enumerate(values)]
+
+
+def _cumulative(axes: "Axes", points: Sequence[tuple[float, float]], name: str, colour: str) -> None:
+    if points:
+        axes.plot(*zip(*points, strict=True), color=colour, label=name, linewidth=1.4)
+
+
+def _label(axes: "Axes", title: str, unit: str) -> None:
+    axes.set_xscale("log")
+    axes.set_title(f"{title}: part of all that was no longer", loc="left", fontsize=10)
+    axes.set_xlabel(unit)
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def _hit_rate(axes: "Axes", one: Replayed, colour: str) -> None:
+    window_s = max(one.run.summary.virtual_s / _WINDOWS, 1.0)
+    points = hit_rate_over_time(one.run.calls, window_s)
+    label = f"{one.run.summary.policy}: {one.run.summary.token_hit_rate:.3f}"
+    axes.plot(
+        [(at + window_s / 2) / 3600 for at, _ in points],
+        [rate for _, rate in points],
+        color=colour,
+        label=label,
+        linewidth=1.2,
+    )
+
+
+def _loads(figure: object, replayed: Sequence[Replayed], rows: int, columns: int) -> None:
+    """A map a policy: replicas from top to bottom, time from left to right, dark where they worked."""
+    grid = figure.subplots(rows, columns, squeeze=False)  # type: ignore[attr-defined]
+    longest_s = max(one.run.summary.virtual_s for one in replayed)
+    minutes = max(1, round(longest_s / 60 / (2 * _WINDOWS)))
+    picture = None
+    for axes, one in zip(grid.flat, replayed, strict=False):
+        series = [dict(points) for points in busy_over_time(one.run.busy_s, minutes)]
+        windows = int(longest_s // (60 * minutes)) + 1
+        busy = [[row.get(60.0 * minutes * at, 0.0) for at in range(windows)] for row in series]
+        extent = (0, windows * minutes / 60, len(busy) - 0.5, -0.5)
+        picture = axes.imshow(
+            busy, aspect="auto", cmap="YlOrRd", vmin=0, vmax=1, extent=extent, interpolation="none"
+        )
+        summary = one.run.summary
+        title = f"{summary.policy}: work share {summary.work_share:.2f}"
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_ylabel("replica", fontsize=8)
+        axes.tick_params(labelsize=7)
+    for axes in list(grid.flat)[len(replayed) :]:
+        axes.axis("off")
+    figure.colorbar(picture, ax=grid, label="part of the time that it worked", shrink=0.9)  # type: ignore[attr-defined]
+    figure.supxlabel("virtual hours", fontsize=9)  # type: ignore[attr-defined]
