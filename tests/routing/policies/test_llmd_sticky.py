@@ -3,8 +3,8 @@
 import pytest
 from policy_lab import BLOCK, Desk, prompt
 
-from sumibi.core.latency import LatencyModel
-from sumibi.routing.policies.llmd_sticky import R_PEAK_TOKENS_PER_S, r_peak_tokens_per_s
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.policies.llmd_sticky import CHUNK_TOKENS, R_PEAK_TOKENS_PER_S
 
 POLICY = "llmd-sticky-until-saturated"
 
@@ -114,10 +114,8 @@ def test_an_endpoint_that_is_gone_is_forgotten_and_its_requests_may_end_later():
     assert desk.scores(prompt(x=4)) == {"a": 256.0, "b": 256.0}
 
 
-def test_r_peak_is_a_chunk_over_its_time():
-    # llm-d's blog: T(8,192) = 0.40 s
-    assert r_peak_tokens_per_s(LatencyModel(0.4, 0, 0, 0, 0, 0)) == pytest.approx(20_480)
-    made = LatencyModel(a_s=0.1, b_s=5e-5, q_s=1e-9, d0_s=0, d1_s=0, d2_s=0)
-    # 0.1 + 8192*5e-5 + 1e-9*8192^2/2 = 0.1 + 0.4096 + 0.03355...
-    assert r_peak_tokens_per_s(made) == pytest.approx(8192 / 0.543154432)
-    assert R_PEAK_TOKENS_PER_S["qwen3-32b 2xH100"] == 15_928
+def test_what_is_shipped_is_what_was_published_for_the_first_fleet():
+    assert RouterConfig().r_peak_tokens_per_s == R_PEAK_TOKENS_PER_S["qwen3-32b 2xH100"] == 15_928
+    blog = R_PEAK_TOKENS_PER_S["qwen3-32b 2xH100 (blog, with a limit of 14 s)"]
+    assert blog == pytest.approx(CHUNK_TOKENS / 0.40)  # a chunk took 0.40 s
+    assert blog * 14 == 286_720

@@ -15,7 +15,6 @@ it is open all endpoints are equal; it sees only prefills; it knows no KV capaci
 
 from collections.abc import Sequence
 
-from sumibi.core.latency import LatencyModel
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.policies.approximate import ApproximateIndex, capacity_blocks, prompt_blocks
@@ -40,12 +39,8 @@ R_PEAK_TOKENS_PER_S = {
     "qwen3-coder-480b TPU v7x": 16_444.0,
     "qwen3-vl-32b H200": 15_751.0,
 }
-"""As published by llm-d (guides and blog, Jun-Aug 2026). For another fleet: `r_peak_tokens_per_s`."""
-
-
-def r_peak_tokens_per_s(latency: LatencyModel) -> float:
-    """R_peak by the authors' rule: one chunk of 8,192 tokens on an idle endpoint, over the time it takes."""
-    return CHUNK_TOKENS / latency.prefill_s(CHUNK_TOKENS)
+"""As published by llm-d (guides and blog, Jun-Aug 2026). Elsewhere it is measured: a prompt of one chunk on
+an idle endpoint, over its time to first token."""
 
 
 class StickyUntilSaturated(Policy):
