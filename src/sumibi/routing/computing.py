@@ -9,10 +9,12 @@ To another request with the same prefix it is never a hit: it has to wait for th
 """
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.requests import Attempt, Request
+from sumibi.routing.underway import Underway
 
 
 class Computing:
@@ -22,12 +24,15 @@ class Computing:
         self._index = index
         self._prompts: dict[Endpoint, dict[Attempt, Request]] = {}
         """By attempt, not by request: clients may use the name of a request again."""
-        self._ended: dict[Attempt, None] = {}
-        """Attempts that are over: they have until `settled_by_t`."""
+        self._underway = Underway()
+        self._ended: list[tuple[float, int, Attempt, Request]] = []
+        """A heap of attempts that were over and not announced: (settled by when, number, ...)."""
+        self._endings = 0
 
     def begin(self, request: Request, attempt: Attempt) -> None:
         """It was placed: its blocks are pending there."""
         self._prompts.setdefault(attempt.endpoint, {})[attempt] = request
+        self._underway.add(request, attempt)
 
     def computed(self, request: Request, attempt: Attempt, t: float) -> None:
         """Its prefill is over; the events may have come before."""
@@ -38,10 +43,10 @@ class Computing:
         feed = attempt.endpoint.feed
         if computed and attempt.current and feed is not None and request.announced(attempt.endpoint):
             if attempt in self._prompts.get(attempt.endpoint, ()):
-                attempt.settled_by_t = t + feed.lag_s
-                self._ended[attempt] = None
+                self._endings += 1
+                heappush(self._ended, (t + feed.lag_s, self._endings, attempt, request))
         else:
-            self._forget(attempt)
+            self._forget(request, attempt)
 
     def announced(self, endpoint: Endpoint, t: float) -> None:
         """Events of `endpoint` were taken into the index."""
@@ -51,8 +56,9 @@ class Computing:
 
     def expire(self, t: float) -> None:
         """Let go of what should have been announced by now."""
-        for attempt in [attempt for attempt in self._ended if attempt.settled_by_t < t]:
-            self._forget(attempt)
+        while self._ended and self._ended[0][0] < t:
+            _, _, attempt, request = heappop(self._ended)
+            self._forget(request, attempt)
 
     def pending(
         self, keys: Sequence[int], length: int, have: dict[Endpoint, int], t: float
@@ -61,19 +67,10 @@ class Computing:
         (blocks from the root, seconds until they are computed).
         """
         found: dict[Endpoint, tuple[int, float]] = {}
-        for endpoint, prompts in self._prompts.items():
-            known = have.get(endpoint)
-            if known is None:
-                continue
-            for attempt, request in prompts.items():
-                theirs = request.event.keys
-                if known >= length or known >= len(theirs) or keys[known] != theirs[known]:
-                    continue
-                if attempt.life is endpoint.load:
-                    known = _common(keys, theirs, known + 1, min(length, len(theirs)))
-                    owner = request.owner
-                    computing = attempt.first_token_t is None and owner in attempt.life.prefills
-                    found[endpoint] = (known, endpoint.prefill_left_s(t, owner) if computing else 0.0)
+        for endpoint, blocks, attempt, request in self._underway.reach(keys, length, have):
+            owner = request.owner
+            computing = attempt.first_token_t is None and owner in attempt.life.prefills
+            found[endpoint] = (blocks, endpoint.prefill_left_s(t, owner) if computing else 0.0)
         return found
 
     def _settle(self, request: Request, attempt: Attempt, t: float) -> None:
@@ -83,23 +80,11 @@ class Computing:
         if not keys or self._index.holds(feed.device, keys[-1]):
             assert attempt.first_token_t is not None
             feed.learn_lag(t - attempt.first_token_t)
-            self._forget(attempt)
+            self._forget(request, attempt)
 
-    def _forget(self, attempt: Attempt) -> None:
-        self._ended.pop(attempt, None)
+    def _forget(self, request: Request, attempt: Attempt) -> None:
         prompts = self._prompts.get(attempt.endpoint)
-        if prompts is not None:
-            prompts.pop(attempt, None)
+        if prompts is not None and prompts.pop(attempt, None) is not None:
+            self._underway.remove(request, attempt)
             if not prompts:
                 del self._prompts[attempt.endpoint]
-
-
-def _common(ours: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:
-    """How many leading keys are equal: `low` at least, `high` at most. Keys are chained, so this bisects."""
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if ours[middle - 1] == theirs[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -16,6 +16,8 @@ class State(Enum):
     """Known, nothing decided."""
     WAITING = "waiting"
     """For an endpoint of its model."""
+    HELD = "held"
+    """Until one can begin with it soon (`flow`)."""
     RUNNING = "running"
     """Placed: it holds a reservation."""
 
@@ -32,7 +34,6 @@ class Attempt:
         "life",
         "number",
         "prompt",
-        "settled_by_t",
     )
 
     def __init__(self, number: int, endpoint: Endpoint, candidate: Candidate, decision: str) -> None:
@@ -46,8 +47,6 @@ class Attempt:
         self.first_token_t: float | None = None
         self.prompt: Segment | None = None
         """Its blocks in the endpoint's `recency`, if the policy prices evictions."""
-        self.settled_by_t = 0.0
-        """After its end: until when its blocks may still be announced."""
 
     @property
     def current(self) -> bool:
@@ -58,7 +57,18 @@ class Attempt:
 class Request:
     """A request and its last attempt."""
 
-    __slots__ = ("attempt", "deadline_t", "event", "owner", "state")
+    __slots__ = (
+        "attempt",
+        "charged_t",
+        "charged_tokens",
+        "deadline_t",
+        "event",
+        "owner",
+        "pool",
+        "program",
+        "queued_t",
+        "state",
+    )
 
     def __init__(self, event: Arrived, owner: Owner) -> None:
         self.event = event
@@ -66,6 +76,15 @@ class Request:
         self.state = State.ARRIVED
         self.deadline_t = 0.0
         """While it waits: when it is refused."""
+        self.queued_t = event.t
+        """When it was admitted."""
+        self.program = ""
+        """Whom its work is charged to; known once it was admitted."""
+        self.pool = ""
+        """Of endpoints, by the name of their model, that it was last held for or placed in."""
+        self.charged_tokens = 0
+        """To its program, at `charged_t`."""
+        self.charged_t = 0.0
         self.attempt: Attempt | None = None
 
     def running(self, number: int) -> Attempt | None:
