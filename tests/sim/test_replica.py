@@ -95,7 +95,7 @@ def test_the_prefix_of_an_earlier_prompt_is_not_computed_again():
     assert (a.cached_tokens, b.cached_tokens) == (0, 1280)
     assert c.cached_tokens == 1280 - 64, "the last token is always computed, so the last full block is"
     assert first[b] - 10.0 == pytest.approx(0.004 + 5e-5 * 370 + 1.6e-9 * 370 * (1280 + 185))
-    told = [change for change in replica.changes if isinstance(change, KeysAdded)]
+    told = [change for change in replica.memory.changes if isinstance(change, KeysAdded)]
     assert told[0] == KeysAdded("gpu", None, chain(1, 20))
     assert told[1] == KeysAdded("gpu", chain(1, 20)[-1], chain(2, 5))
 
@@ -111,13 +111,13 @@ def test_blocks_are_found_as_soon_as_their_step_is_over():
 
 
 def invariants(replica: Replica) -> None:
-    cache = replica.cache
+    memory, cache = replica.memory, replica.memory.cache
     assert cache.pinned <= cache.blocks
-    assert replica._private >= 0
-    assert replica._reserved >= 0
-    assert cache.pinned + replica._own_blocks() <= cache.capacity
+    assert memory._private >= 0
+    assert memory._promised >= memory._arriving >= 0
+    assert memory.in_use() <= cache.capacity
     # Chunks of the step under way have had their room made but are not resident yet.
-    assert cache.blocks + replica._output_blocks() + replica._arriving <= cache.capacity
+    assert cache.blocks + memory.output_blocks() + memory._arriving <= cache.capacity
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -138,7 +138,7 @@ def test_memory_is_never_overdrawn_and_all_of_it_comes_back(seed, host_tokens):
 
     def check(replica: Replica) -> None:
         invariants(replica)
-        for change in replica.changes:
+        for change in replica.memory.changes:
             store = resident if change.tier == "gpu" else in_host
             match change:
                 case KeysAdded() | KeysCopied():
@@ -146,20 +146,18 @@ def test_memory_is_never_overdrawn_and_all_of_it_comes_back(seed, host_tokens):
                 case KeysRemoved():
                     assert store.issuperset(change.keys)
                     store.difference_update(change.keys)
-        replica.changes.clear()
+        replica.memory.changes.clear()
 
     _, end = drive(replica, jobs, check)
     assert len(end) == len(jobs)
     assert replica.preemptions > 0
-    assert (replica.cache.pinned, replica._own_blocks(), replica.running, replica.queued) == (0, 0, 0, 0)
+    assert (replica.memory.in_use(), replica.running, replica.queued) == (0, 0, 0)
     assert replica._contexts == 0
-    replica._evict(0)
-    replica._tell()
-    assert len(resident) == replica.cache.blocks, "events told of every block that came and went"
+    assert len(resident) == replica.memory.cache.blocks, "events told of every block that came and went"
     if host_tokens:
-        assert in_host == set(replica.host._blocks)
+        assert in_host == set(replica.memory.host._blocks)
         assert not resident & in_host
-        assert sum(job.host_tokens for _, job in jobs) > 0
+        assert sum(job.lower_tokens for _, job in jobs) > 0
     generated = sum(job.output_tokens - 1 for _, job in jobs)
     assert replica.intervals.total == generated
 
@@ -190,9 +188,9 @@ def test_host_memory_gives_back_what_the_device_let_go_of():
     )
     first, _ = drive(replica, [(0.0, a), (10.0, other), (20.0, again)])
     assert again.cached_tokens == 2560
-    assert again.host_tokens > 0
-    on_device = 2560 - again.host_tokens
-    restore = 0.001 + again.host_tokens * 100_000 / 20e9
+    assert again.lower_tokens > 0
+    on_device = 2560 - again.lower_tokens
+    restore = 0.001 + again.lower_tokens * 100_000 / 20e9
     chunk = max(0.004 + 5e-5 * 10 + 1.6e-9 * 10 * (2560 + 5), 0.0136)
     assert first[again] - 20.0 == pytest.approx(restore + chunk)
     assert on_device < 2560
@@ -236,7 +234,7 @@ def test_an_abort_frees_memory_and_leaves_the_others_alone():
     replica.abort(a, t + 0.01)
     _, end = drive(replica, [])
     assert list(end) == [b]
-    assert (replica.cache.pinned, replica._own_blocks(), replica.sequences, replica._contexts) == (0, 0, 0, 0)
+    assert (replica.memory.in_use(), replica.sequences, replica._contexts) == (0, 0, 0)
 
 
 def test_a_process_that_dies_loses_its_requests_and_caches():

@@ -199,7 +199,7 @@ def test_the_router_knows_the_caches_exactly(monkeypatch):
     assert sum(blocks.values()) > 1000
     for site in made[0].sites:
         # The very last batch may be on its way.
-        assert abs(blocks[site.replica.name] - site.replica.cache.blocks) <= 40
+        assert abs(blocks[site.replica.name] - site.replica.memory.cache.blocks) <= 40
     routers[0].check_integrity()
 
 

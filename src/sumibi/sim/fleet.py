@@ -26,6 +26,23 @@ class HostTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Before the first byte of a restore."""
 
 
+class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KV that all replicas share: every computed block is written to it."""
+
+    tokens: int
+    gb_per_s: float
+    """Of all reads together."""
+    latency_s: float = 0.0
+
+
+class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Over which a decode replica fetches a prompt's KV from the replica that computed it."""
+
+    gb_per_s: float = 40.0
+    """10^9 bytes a second. Default: InfiniBand NDR, as it is in practice."""
+    setup_s: float = 0.001
+
+
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Equal replicas."""
 
@@ -44,7 +61,17 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     kv_bytes_per_token: int = 131_072
     """For restores and transfers."""
     host: HostTier | None = None
+    link: LinkSpec | None = None
     role: Role = "both"
+    """prefill: computes prompts for others. decode: generates from prompts computed elsewhere."""
+    ranks: int = 1
+    """Data-parallel ranks of each replica: endpoints of their own, with `kv_tokens` each, that step together.
+    """
+    adapters: list[str] = []
+    """Names that it serves beside `model`."""
+    adapter_slots: int = 8
+    """Adapters loaded at once."""
+    adapter_load_s: float = 1.0
 
     def times(self) -> StepTimes:
         """Its step times. Raises ConfigError if the name is not known."""
@@ -56,11 +83,11 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     at_s: float
     endpoint: str
-    """`GROUP-NUMBER`, numbers from 0 in each group."""
+    """`GROUP-NUMBER`, numbers from 0 in each group; `GROUP-NUMBER#RANK` if it has several ranks."""
     kind: Literal["slow", "down", "restart", "lose-events", "scrape"]
     """slow: steps take `factor` times as long. down: it takes no new requests, goes on with those it has,
-    keeps its cache. restart: its process dies and is back at `until_s` with nothing. lose-events: its KV
-    events do not arrive. scrape: its metrics are read every `factor` seconds.
+    keeps its cache. restart: its process dies, with all its ranks, and is back at `until_s` with nothing.
+    lose-events: its KV events do not arrive. scrape: its metrics are read every `factor` seconds.
     """
     until_s: float | None = None
     factor: float = 3.0
@@ -76,6 +103,9 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     scrape_interval_s: float = 1.0
     kv_event_delay_s: float | None = 0.05
     """From a step's end to the router's index; None: engines publish no KV events."""
+    store: Store | None = None
+    kv_replay: bool = False
+    """Engines can be asked for KV events that were missed."""
     timeout_s: float | None = None
     """After which a client gives up a request that is not finished."""
     detect_s: float = 2.0
@@ -85,16 +115,21 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def replicas(self) -> int:
         """Of all groups."""
-        return sum(group.count for group in self.groups)
+        return sum(group.count * group.ranks for group in self.groups)
 
     @property
     def kv_tokens(self) -> int:
         """Device KV of the whole fleet."""
-        return sum(group.count * group.kv_tokens for group in self.groups)
+        return sum(group.count * group.ranks * group.kv_tokens for group in self.groups)
 
     def endpoints(self) -> list[tuple[str, Group]]:
-        """Names of all replicas, each with its group, in order."""
-        return [(f"{group.name}-{i}", group) for group in self.groups for i in range(group.count)]
+        """Names of all endpoints, each with its group, in order; the ranks of one engine in a row."""
+        return [
+            (f"{group.name}-{i}" + (f"#{rank}" if group.ranks > 1 else ""), group)
+            for group in self.groups
+            for i in range(group.count)
+            for rank in range(group.ranks)
+        ]
 
 
 def parse(text: str, source: str = "fleet") -> FleetSpec:
@@ -122,7 +157,7 @@ def _check(fleet: FleetSpec, source: str) -> None:
     if not fleet.groups:
         raise ConfigError(f"{source}: groups: at least one is needed")
     for i, group in enumerate(fleet.groups):
-        for name in ("count", "kv_tokens", "chunk_tokens", "max_sequences", "kv_bytes_per_token"):
+        for name in ("count", "ranks", "kv_tokens", "chunk_tokens", "max_sequences", "kv_bytes_per_token"):
             if getattr(group, name) < 1:
                 raise ConfigError(f"{source}: groups[{i}].{name} must be at least 1")
         if group.max_sequences > group.chunk_tokens:

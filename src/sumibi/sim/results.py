@@ -39,7 +39,7 @@ class Calls:
         "end_s",
         "endpoint",
         "first_s",
-        "host_tokens",
+        "lower_tokens",
         "output_tokens",
         "predicted_tokens",
         "priority",
@@ -63,8 +63,8 @@ class Calls:
         self.prompt_tokens = array("q")
         self.cached_tokens = array("q")
         """Found on the replica, in any tier."""
-        self.host_tokens = array("q")
-        """Of these, restored from host memory."""
+        self.lower_tokens = array("q")
+        """Of these, fetched from below the device: host memory or the shared store."""
         self.predicted_tokens = array("q")
         """Of the prompt, what the router expected there."""
         self.unavoidable_tokens = array("q")

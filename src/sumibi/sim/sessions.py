@@ -1,5 +1,6 @@
 """Who asks what when: sessions played turn by turn, by users or by the clock."""
 
+from array import array
 from collections.abc import Callable, Iterable
 from random import Random
 
@@ -15,7 +16,7 @@ PAUSE_S = 30.0
 class Playing:
     """A session under way."""
 
-    __slots__ = ("followers", "left", "session", "stage")
+    __slots__ = ("_last", "followers", "left", "session", "stage")
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -25,6 +26,24 @@ class Playing:
         """Turns by the turn whose end they wait for."""
         for i, turn in enumerate(session.turns):
             self.followers.setdefault(turn.after, []).append(i)
+        self._last: dict[str, tuple[array[int], list[int]]] = {}
+        """Of each agent: blocks and keys of its last prompt."""
+
+    def prompt_keys(self, turn: Turn) -> list[int]:
+        """Routing keys of the turn's full blocks; those it shares with the turn before are not looked up."""
+        blocks, same = turn.blocks, 0
+        last = self._last.get(turn.agent)
+        if last is None:
+            keys = self.session.prompt_keys(turn)
+        else:
+            before, known = last
+            same = min(len(blocks), len(before))
+            while same and blocks[:same] != before[:same]:
+                same //= 2
+            keys = known[:same]
+            keys.extend(map(self.session.keys.__getitem__, blocks[same:]))
+        self._last[turn.agent] = (blocks, keys)
+        return keys
 
 
 class Player:

@@ -3,10 +3,6 @@
 The router gets what a gateway would tell it, when it would hear of it: nothing here looks into it, and
 nothing of it knows that it is simulated. What it is told can be written down (`log`) and replayed
 (`routing.recording`).
-
-KV events reach the router as recorded logs hold them: a batch with its number and no events, followed by
-what it meant for the index (`Residency`), so that no token ids need to exist. Batches cannot be asked for
-again, so each is taken when it comes.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,38 +13,40 @@ from random import Random
 import msgspec
 
 from sumibi.core.errors import ConfigError
-from sumibi.core.kvevents import EventBatch
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import (
     Admitted,
     Arrived,
-    Change,
+    AskReplay,
     Dispatch,
     Dispatched,
     EndpointDown,
     EndpointUp,
-    EngineBatch,
     Event,
     Finished,
     FinishReason,
     FirstToken,
     Instruction,
     Refuse,
-    Residency,
     Signals,
     Tick,
     WakeAt,
 )
 from sumibi.routing.router import Router
 from sumibi.sim.fleet import Fault, FleetSpec, Group
-from sumibi.sim.replica import OVER, Job, Replica
+from sumibi.sim.job import Job
+from sumibi.sim.replica import Replica, join
 from sumibi.sim.results import NAN, Calls, Status
 from sumibi.sim.sessions import Player, Playing
+from sumibi.sim.stream import Batch, Stream
+from sumibi.sim.tiers import Blocks, Link
 from sumibi.sim.workload import Workload
 
 WRONG_BY = 3.0
 """Wrong constants are off by a factor between 1/3 and 3, even on a logarithmic scale."""
+REPLAY_S = 0.02
+"""From the request for missed KV events to the answer."""
 _PROGRESS_EVERY = 64
 
 
@@ -87,46 +85,46 @@ class Call:
 
 
 class Site:
-    """A replica with what surrounds it: its place in the fleet, its KV event stream, its metrics page."""
+    """An endpoint: a replica with its place in the fleet, its KV event stream, its metrics page."""
 
     __slots__ = (
         "alive",
         "armed_s",
         "latency",
-        "life",
-        "lost_until_s",
-        "model",
         "number",
+        "peers",
         "replica",
         "scrape_interval_s",
         "scrape_next_s",
         "scraped",
-        "sequence",
         "start_s",
+        "stream",
     )
 
     def __init__(
-        self, number: int, replica: Replica, model: str, latency: LatencyModel, scrape_interval_s: float
+        self,
+        number: int,
+        replica: Replica,
+        stream: Stream,
+        latency: LatencyModel,
+        scrape_interval_s: float,
     ) -> None:
         self.number = number
         self.replica = replica
-        self.model = model
+        self.stream = stream
+        self.peers: list[Site] = [self]
+        """Ranks of the same engine, this one included."""
         self.latency = latency
         """As the router is told."""
         self.alive = True
-        self.life = 0
         self.start_s = 0.0
         """Of its process."""
         self.armed_s = inf
-        self.sequence = 0
-        """Of the next KV event batch."""
-        self.lost_until_s = -inf
+        """When its replica is looked at next."""
         self.scrape_interval_s = scrape_interval_s
         self.scrape_next_s = 0.0
-        self.scraped: tuple[int, int, int] | None = None
-
-
-_Action = Callable[[float, object], None]
+        self.scraped = -1
+        """`Replica.changed` when its page was last told."""
 
 
 class World:
@@ -157,20 +155,40 @@ class World:
         self._open: dict[str, Call] = {}
         self._seen: set[int] = set()
         """Keys of all prompts so far."""
-        self._models = {group.model for group in fleet.groups}
+        self._models = {name for group in fleet.groups for name in (group.model, *group.adapters)}
         self.sites: list[Site] = []
         self._by_name: dict[str, Site] = {}
-        errors: dict[LatencyModel, LatencyModel] = {}
-        for number, (name, group) in enumerate(fleet.endpoints()):
-            replica = Replica(name, group, workload.block_tokens, noise=noise, seed=seed * 1009 + number)
-            latency = replica.times.model
-            if wrong_constants:
-                latency = errors.setdefault(latency, _wrong(latency, seed, len(errors)))
-            site = Site(number, replica, group.model, latency, fleet.scrape_interval_s)
-            self.sites.append(site)
-            self._by_name[name] = site
+        self._build(seed, wrong_constants, noise)
         self._player = Player(workload, users, seed, self._expect)
         self._total = self._player.left
+
+    def _build(self, seed: int, wrong_constants: bool, noise: float) -> None:
+        """Replicas and endpoints of the fleet."""
+        fleet, block_tokens = self._fleet, self._workload.block_tokens
+        store = None
+        if fleet.store is not None:
+            link = Link(fleet.store.gb_per_s, fleet.store.latency_s)
+            store = Blocks(fleet.store.tokens // block_tokens, link)
+        told: dict[LatencyModel, LatencyModel] = {}
+        engine: list[Site] = []
+        for number, (name, group) in enumerate(fleet.endpoints()):
+            if group.role != "both":
+                # Here a placement on two endpoints would be carried out: `Job.keep` and `Job.imported`.
+                raise ConfigError(f"group {group.name!r}: the router places no role {group.role!r} yet")
+            replica = Replica(name, group, block_tokens, noise=noise, seed=seed * 1009 + number, store=store)
+            latency = replica.times.model
+            if wrong_constants:
+                latency = told.setdefault(latency, _wrong(latency, seed, len(told)))
+            stream = Stream(name, fleet.kv_replay, self._tell, self._last_taken)
+            site = Site(number, replica, stream, latency, fleet.scrape_interval_s)
+            self.sites.append(site)
+            self._by_name[name] = site
+            engine.append(site)
+            if len(engine) == group.ranks:
+                join([each.replica for each in engine])
+                for each in engine:
+                    each.peers = engine
+                engine = []
 
     def run(self) -> float:
         """Play to the end. Returns the virtual time of the last request's end."""
@@ -211,6 +229,10 @@ class World:
                     self._close(t, call, Status.REFUSED)
                 case WakeAt():
                     self._push(max(t, instruction.at), self._tick, None)
+                case AskReplay():
+                    site = self._by_name[instruction.endpoint]
+                    site.stream.asked()
+                    self._push(t + REPLAY_S, self._replay, (site, instruction.from_seq))
                 case _:
                     pass
 
@@ -227,7 +249,7 @@ class World:
         playing, index = what
         session = playing.session
         turn = session.turns[index]
-        keys = session.prompt_keys(turn)
+        keys = playing.prompt_keys(turn)
         self._calls_made += 1
         call = Call(f"r{self._calls_made}", playing, index, keys, t)
         self._open[call.name] = call
@@ -298,46 +320,47 @@ class World:
         elif not site.replica.fits(turn.prompt_tokens, turn.output_tokens):
             self._finish(t, call, FinishReason.REJECTED, Status.REJECTED)
         else:
-            call.job = Job(call, call.keys, turn.prompt_tokens, max(1, turn.output_tokens))
+            model = call.playing.session.model
+            adapter = model if model in site.replica.group.adapters else ""
+            call.job = Job(call, call.keys, turn.prompt_tokens, max(1, turn.output_tokens), adapter=adapter)
             site.replica.submit(call.job, t)
             self._arm(site)
 
     def _advance(self, t: float, what: object) -> None:
-        """The phase of a replica may be over."""
+        """The phase of a replica may be over: it is, unless it was cut meanwhile."""
         assert isinstance(what, Site)
-        site, replica = what, what.replica
-        if site.armed_s == t:
-            site.armed_s = inf
-        if replica.due_s != t:
+        if what.armed_s == t:
+            what.armed_s = inf
+        if what.replica.due_s != t:
             return
-        replica.advance(t)
-        if replica.first:
-            for job in replica.first:
-                call = job.owner
-                assert isinstance(call, Call)
-                call.first_s = t
-                self._tell(FirstToken(t=t, request=call.name, attempt=call.attempt))
-            replica.first.clear()
-        if replica.done:
-            for job in replica.done:
-                call = job.owner
-                assert isinstance(call, Call)
-                self._finish(t, call, FinishReason.STOP, Status.DONE)
-            replica.done.clear()
-        if replica.changes:
-            self._publish(t, site)
-        self._arm(site)
+        what.replica.advance(t)
+        for site in what.peers:
+            replica = site.replica
+            if replica.first:
+                for job in replica.first:
+                    call = job.owner
+                    assert isinstance(call, Call)
+                    call.first_s = t
+                    self._tell(FirstToken(t=t, request=call.name, attempt=call.attempt))
+                replica.first.clear()
+            if replica.done:
+                for job in replica.done:
+                    call = job.owner
+                    assert isinstance(call, Call)
+                    self._finish(t, call, FinishReason.STOP, Status.DONE)
+                replica.done.clear()
+            if replica.memory.changes:
+                self._publish(t, site)
+        self._arm(what)
 
     def _arm(self, site: Site) -> None:
-        due = site.replica.due_s
-        if due < site.armed_s:
-            site.armed_s = due
-            self._push(due, self._advance, site)
-        elif due > site.armed_s:
-            # The event that is armed finds that it came too early.
-            site.armed_s = due
-            if due < inf:
-                self._push(due, self._advance, site)
+        """Look at its replica when its phase is over. An event for another time finds nothing to do."""
+        leader = site.peers[0]
+        due_s = leader.replica.due_s
+        if due_s != leader.armed_s:
+            leader.armed_s = due_s
+            if due_s < inf:
+                self._push(due_s, self._advance, leader)
 
     def _finish(self, t: float, call: Call, reason: FinishReason, status: Status) -> None:
         """An attempt ended for good."""
@@ -370,7 +393,7 @@ class World:
         call = what
         if call.over:
             return
-        if call.job is not None and call.site is not None and call.job.state != OVER:
+        if call.job is not None and call.site is not None and not call.job.over:
             call.site.replica.abort(call.job, t)
             self._arm(call.site)
         self._finish(t, call, FinishReason.CLIENT_GONE, Status.TIMEOUT)
@@ -387,7 +410,7 @@ class World:
         rows.endpoint.append(call.site.number if call.site is not None else -1)
         rows.prompt_tokens.append(turn.prompt_tokens)
         rows.cached_tokens.append(job.cached_tokens or 0 if job is not None else 0)
-        rows.host_tokens.append(job.host_tokens if job is not None else 0)
+        rows.lower_tokens.append(job.lower_tokens if job is not None else 0)
         rows.predicted_tokens.append(call.predicted_tokens)
         rows.unavoidable_tokens.append(call.unavoidable_tokens)
         rows.output_tokens.append(turn.output_tokens)
@@ -411,11 +434,12 @@ class World:
             EndpointUp(
                 t=t,
                 endpoint=site.replica.name,
-                models=[site.model],
+                models=[group.model, *group.adapters],
                 engine_block_tokens=self._workload.block_tokens,
                 kv_tokens=group.kv_tokens,
                 max_sequences=group.max_sequences,
                 has_events=self._fleet.kv_event_delay_s is not None,
+                has_replay=self._fleet.kv_replay,
                 latency=site.latency,
                 process_start_s=site.start_s,
             )
@@ -423,26 +447,33 @@ class World:
 
     def _publish(self, t: float, site: Site) -> None:
         """One batch of KV events."""
-        changes = site.replica.changes
-        site.replica.changes = []
+        memory = site.replica.memory
+        changes, memory.changes = memory.changes, []
         delay_s = self._fleet.kv_event_delay_s
         if delay_s is None:
             return
-        sequence = site.sequence
-        site.sequence += 1
-        if t >= site.lost_until_s:
-            self._push(t + delay_s, self._deliver, (site, site.life, sequence, t, changes))
+        batch = site.stream.publish(changes, t)
+        if batch is not None:
+            self._push(t + delay_s, self._deliver, (site.stream, site.stream.life, batch))
 
     def _deliver(self, t: float, what: object) -> None:
         assert isinstance(what, tuple)
-        site, life, sequence, sent_s, changes = what
-        if life != site.life:
-            return
-        name = site.replica.name
-        batch = EventBatch(seq=sequence, ts=sent_s, events=[])
-        self._tell(EngineBatch(t=t, endpoint=name, batch=batch, digest=life << 40 | sequence))
-        told: list[Change] = changes
-        self._tell(Residency(t=t, endpoint=name, changes=told))
+        delivery: tuple[Stream, int, Batch] = what
+        stream, life, batch = delivery
+        if life == stream.life:
+            stream.deliver(batch, t)
+
+    def _replay(self, t: float, what: object) -> None:
+        assert isinstance(what, tuple)
+        site, from_seq = what
+        site.stream.replay(from_seq, t, alive=site.alive)
+
+    def _last_taken(self, endpoint: str) -> int | None:
+        """The last KV event batch of an endpoint that the router has applied, as it shows it itself."""
+        for view in self.router.fleet_view():
+            if view.endpoint == endpoint:
+                return view.last_sequence
+        return None
 
     def _scrape(self, t: float, _: object) -> None:
         """Read the metrics pages that are due. One that says what it said last is not told again."""
@@ -450,18 +481,17 @@ class World:
             if t < site.scrape_next_s or not site.alive:
                 continue
             site.scrape_next_s = t + site.scrape_interval_s - 1e-9
-            replica = site.replica
-            page = (replica.running, replica.queued, replica.kv_blocks)
-            if page != site.scraped:
-                site.scraped = page
+            replica, memory = site.replica, site.replica.memory
+            if replica.changed != site.scraped:
+                site.scraped = replica.changed
                 self._tell(
                     Signals(
                         t=t,
                         endpoint=replica.name,
                         scraped_t=t,
-                        running=page[0],
-                        waiting=page[1],
-                        kv_usage=min(1.0, page[2] / replica.cache.capacity),
+                        running=replica.running,
+                        waiting=replica.queued,
+                        kv_usage=min(1.0, memory.in_use() / memory.cache.capacity),
                         process_start_s=site.start_s,
                     )
                 )
@@ -482,9 +512,9 @@ class World:
                 if until_s is not None:
                     self._push(until_s + detect_s, self._up, site)
             case "restart":
-                self._die(t, site)
+                self._die(t, site.peers)
             case "lose-events":
-                site.lost_until_s = until_s if until_s is not None else inf
+                site.stream.lost_until_s = until_s if until_s is not None else inf
             case "scrape":
                 site.scrape_interval_s = fault.factor
         if until_s is not None and fault.kind in ("slow", "restart", "scrape"):
@@ -498,9 +528,10 @@ class World:
                 site.replica.slow(1.0, t)
                 self._arm(site)
             case "restart":
-                site.alive = True
-                site.start_s = t
-                self._push(t + self._fleet.detect_s, self._up, site)
+                for each in site.peers:
+                    each.alive = True
+                    each.start_s = t
+                    self._push(t + self._fleet.detect_s, self._up, each)
             case _:
                 site.scrape_interval_s = self._fleet.scrape_interval_s
 
@@ -508,15 +539,16 @@ class World:
         assert isinstance(what, Site)
         self._tell(EndpointDown(t=t, endpoint=what.replica.name, cause="health check failed"))
 
-    def _die(self, t: float, site: Site) -> None:
+    def _die(self, t: float, sites: list[Site]) -> None:
         """The process ends. Connections break at once; health checks notice later."""
-        site.alive = False
-        site.life += 1
-        site.sequence = 0
-        site.scraped = None
-        lost = site.replica.die()
-        self._arm(site)
-        self._push(t + self._fleet.detect_s, self._down_if_dead, site)
+        lost: list[Job] = []
+        for site in sites:
+            site.alive = False
+            site.stream.restart()
+            site.scraped = -1
+            lost += site.replica.die()
+            self._push(t + self._fleet.detect_s, self._down_if_dead, site)
+        self._arm(sites[0])
         for job in lost:
             call = job.owner
             assert isinstance(call, Call)
