@@ -35,6 +35,7 @@ Policy = Literal[
     "llmd-precise",
     "llmd-sticky-until-saturated",
     "dynamo-kv",
+    "dynamo-kv-agentic",
 ]
 KeyPath = tuple[str, ...]
 

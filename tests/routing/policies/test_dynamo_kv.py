@@ -9,8 +9,8 @@ from routing_lab import REPEATABLE
 from sumibi.routing.policies.chains import Running, common_blocks
 
 
-def desk(*names, **config):
-    return Desk("dynamo-kv", *names, block=16, **config)
+def desk(*names):
+    return Desk("dynamo-kv", *names, block=16)
 
 
 def test_an_idle_endpoint_costs_the_blocks_to_compute_and_the_blocks_to_hold():
@@ -54,7 +54,7 @@ def test_a_match_of_96_blocks_loses_to_more_than_96_running_ones():
 
 
 def test_the_preset_for_agents_weighs_prefill_matches_and_requests():
-    it = desk("a", "b", dynamo_agentic=True)
+    it = Desk("dynamo-kv-agentic", "a", "b", block=16)
     it.endpoints["b"].load.inflight = 1
     # a: 4*10 + 10;  b: 4*max(0, 10 - 2*3) + 10 + 64
     assert it.scores(prompt(x=10), matched={"b": 3 * 16}) == {"a": 50.0, "b": 90.0}

@@ -40,7 +40,8 @@ _STATEFUL: dict[str, Callable[[RouterConfig], Policy]] = {
     "llmd-sticky-until-saturated": lambda config: StickyUntilSaturated(
         config.r_peak_tokens_per_s, config.sticky_limit_s, config.approximate_match_tokens
     ),
-    "dynamo-kv": lambda config: DynamoKv(agentic=config.dynamo_agentic),
+    "dynamo-kv": lambda config: DynamoKv(),
+    "dynamo-kv-agentic": lambda config: DynamoKv(agentic=True),
 }
 
 POLICIES: tuple[str, ...] = (*SCORERS, *_STATEFUL)

@@ -1,4 +1,4 @@
-"""`dynamo-kv`: the cost of NVIDIA Dynamo's KV router 1.6.1, in blocks.
+"""`dynamo-kv`: the cost of NVIDIA Dynamo's KV router 1.6.1, in blocks. `dynamo-kv-agentic`: its agents' preset.
 
     cost = prefill scale x max(0, prefill blocks - credit x matched blocks) + decode blocks
            + weight x requests running there,    the least wins (temperature 0)
@@ -7,7 +7,7 @@ Prefill blocks: tokens that running requests still have to compute there (by the
 and the whole of this prompt, over the block size. Decode blocks: distinct blocks of the prompts that run
 there, with this one. Matches are from KV events (what the router's index has). Output is not counted, as by
 default. Its block is the router's.
-Source: dynamo 1.6.1, kv-router, scheduling/selector and sequences; docs, KV router configuration.
+Source: dynamo 1.6.1, kv-router, scheduling/selector and sequences; docs, router presets (experimental).
 
 Known holes, kept: prefill and decode blocks weigh the same, whatever they take; KV that a prompt would push
 out costs nothing.
@@ -24,7 +24,7 @@ from sumibi.routing.policies.inflight import InFlightTokens
 DEFAULT_WEIGHTS = (1.0, 1.0, 0.0)
 """`overlap_score_credit` (device), `prefill_load_scale`, `decode_active_request_weight` (in tokens)."""
 AGENTIC_WEIGHTS = (2.0, 4.0, 1024.0)
-"""The preset for agents, documented after 1.6.1: 64 blocks of 16 tokens for each running request."""
+"""`--agentic`, documented after 1.6.1: 64 blocks of 16 tokens for each running request."""
 
 
 class DynamoKv(Policy):
