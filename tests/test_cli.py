@@ -8,7 +8,18 @@ import pytest
 from sumibi import __version__
 from sumibi.cli import main
 
-VERBS = ["up", "down", "demo", "serve", "engine", "status", "doctor", "decisions rerun", "models fetch"]
+VERBS = [
+    "up",
+    "down",
+    "demo",
+    "serve",
+    "engine",
+    "status",
+    "doctor",
+    "replay",
+    "decisions rerun",
+    "models fetch",
+]
 
 
 @pytest.fixture(autouse=True)

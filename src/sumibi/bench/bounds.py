@@ -44,7 +44,7 @@ class BoundsOf:
 def capacity_tokens(fleet: FleetSpec) -> int:
     """KV that the fleet can keep for prompts, device and host memory together."""
     return sum(
-        group.count * (group.kv_tokens + (group.host.tokens if group.host else 0))
-        for group in fleet.groups
+        group.kv_tokens + (group.host.tokens if group.host else 0)
+        for _, group in fleet.endpoints()
         if group.role != "decode"
     )

@@ -35,7 +35,7 @@ work share: uncached tokens of the busiest replica over the mean.
 pooled: one cache as large as all replicas' together; with hindsight: it evicts what is needed last (Belady).
 Requests that no replica can hold are rejected and count nowhere else."""
 _WINDOWS = 40
-"""Points of a curve over time."""
+"""Points of a curve over time; half as many where there are many curves."""
 _COLOURS = ("#3a7d44", "#c8553d", "#2f6690", "#e0a030", "#7a4f9a", "#50a0a0", "#a04060", "#808080", "#a0b040",
             "#404040")  # fmt: skip
 
@@ -131,7 +131,7 @@ def write_plot(path: Path, replayed: Sequence[Replayed]) -> None:
     for one, colour in zip(replayed, _COLOURS, strict=False):
         _cumulative(ttft, _quantiles(one.run.calls), one.run.summary.policy, colour)
         _cumulative(itl, one.run.intervals.points(), one.run.summary.policy, colour)
-        _hit_rate(hits, one, colour)
+        _hit_rate(hits, one, colour, _WINDOWS if len(replayed) <= 4 else _WINDOWS // 2)
     _label(ttft, "Time to first token", "s")
     _label(itl, "Time between tokens", "s")
     bound = replayed[0].bounds
@@ -168,8 +168,8 @@ def _label(axes: "Axes", title: str, unit: str) -> None:
     axes.legend(fontsize=7, loc="lower right")
 
 
-def _hit_rate(axes: "Axes", one: Replayed, colour: str) -> None:
-    window_s = max(one.run.summary.virtual_s / _WINDOWS, 1.0)
+def _hit_rate(axes: "Axes", one: Replayed, colour: str, windows: int) -> None:
+    window_s = max(one.run.summary.virtual_s / windows, 1.0)
     points = hit_rate_over_time(one.run.calls, window_s)
     label = f"{one.run.summary.policy}: {one.run.summary.token_hit_rate:.3f}"
     axes.plot(
@@ -199,6 +199,7 @@ def _loads(figure: object, replayed: Sequence[Replayed], rows: int, columns: int
         title = f"{summary.policy}: work share {summary.work_share:.2f}"
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylabel("replica", fontsize=8)
+        axes.set_yticks(range(0, len(busy), 1 + len(busy) // 12))
         axes.tick_params(labelsize=7)
     for axes in list(grid.flat)[len(replayed) :]:
         axes.axis("off")

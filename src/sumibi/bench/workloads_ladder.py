@@ -53,7 +53,7 @@ def ladder(
     turn = Turn(
         blocks=blocks, prompt_tokens=prompt_tokens, output_tokens=OUTPUT_TOKENS, max_tokens=OUTPUT_TOKENS
     )
-    sessions = []
+    sessions: list[Session] = []
     for stage, (rate, seconds) in enumerate(stages):
         # Poisson arrivals of a given number in a given time: even and independent.
         for start_s in sorted(random.random() * seconds for _ in range(rate * seconds)):
