@@ -20,6 +20,9 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.decide import content
 from benchmarks.decide.worker import Results
+from benchmarks.prompts.__main__ import measure as measure_prompts
+
+from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
 
 HERE = Path(__file__).parent
 ANSWER_S = 240.0
@@ -94,6 +97,8 @@ def main() -> None:
     ]
     figures += _decide(options)
     figures += _events(options)
+    figures += [each for each in measure_prompts(ensure_model(DEFAULT_MODEL), options.cmd) if each.target]
+    figures += _program(options)
     if options.dynamo_python is None:
         figures.append(report.statement("not measured", "Dynamo (no --dynamo-python was given)"))
     report.write(figures, options.json, options.results, "The speed of deciding")
@@ -190,6 +195,20 @@ def _events(options: argparse.Namespace) -> list[report.Figure]:
             values = [process.ask(task)["bytes"]]
         figures.append(report.figure(name, values, "bytes", at_most=at_most, cmd=options.cmd))
         print(name, values)
+    return figures
+
+
+def _program(options: argparse.Namespace) -> list[report.Figure]:
+    """A late turn of a long program beside an early one."""
+    with started("program") as process:
+        runs = [process.ask("program", number) for number in range(3)]
+    print("program", runs[-1])
+    figures = []
+    for part, name, unit in (("key_us", "key time", "µs"), ("index_bytes", "index bytes added", "bytes")):
+        early = statistics.median(run[f"early_{part}"] for run in runs)
+        ratios = [run[f"late_{part}"] / run[f"early_{part}"] for run in runs]
+        what = f"a turn of a program, {name}: around turn 3,000 / around turn 300 ({unit})"
+        figures.append(report.figure(what, ratios, "x", at_most=1.5, baseline=early, cmd=options.cmd))
     return figures
 
 

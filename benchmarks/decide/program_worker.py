@@ -1,0 +1,120 @@
+"""One program of thousands of turns with forks and resets: does a late turn cost more than an early one?
+
+Text as an agent sends it, whole at every turn, through the reader of prompts; its blocks in an index; and
+the sessions that the router recognises. All turns add the same number of characters.
+"""
+
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from benchmarks.decide import content
+from benchmarks.decide.worker import Results, Tasks, serve
+from benchmarks.prompts.__main__ import WORDS
+
+import sumibi
+from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
+from sumibi.prompts.dialects import parse_request
+from sumibi.prompts.keys import PromptReader
+from sumibi.prompts.template import ChatTemplate
+from sumibi.prompts.tokenizer import Tokenizer
+from sumibi.routing.index import BlockIndex
+
+TURNS, FORKS, RESETS = 3_000, 40, 5
+FORK_TURNS = 8
+"""Turns of a fork, counted among the program's."""
+EARLY, LATE = 300, 3_000
+WINDOW = 40
+"""Turns of the program itself that are compared, up to these."""
+PREAMBLE_WORDS, RESULT_WORDS, ANSWER_WORDS, SUMMARY_WORDS = 4_000, 90, 40, 1_000
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn took."""
+
+    number: int
+    forked: bool
+    key_us: float
+    index_bytes: int
+    """Added."""
+    blocks: int
+    """Of the prompt."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A program being played."""
+
+    reader: PromptReader
+    index: BlockIndex
+    rng: random.Random
+    turns: list[Turn] = field(default_factory=list)
+
+    def words(self, count: int) -> str:
+        return " ".join(self.rng.choices(WORDS, k=count))
+
+    def turn(self, messages: list[dict[str, str]], *, forked: bool) -> None:
+        """A result comes, the agent asks; the answer is part of the next turn."""
+        messages.append({"role": "user", "content": self.words(RESULT_WORDS)})
+        body = json.dumps({"model": "m", "messages": messages, "stream": True}).encode()
+        begun = time.process_time_ns()
+        prompt = self.reader.read(parse_request("/v1/chat/completions", body))
+        took = time.process_time_ns() - begun
+        before = self.index.estimated_bytes
+        self.index.add(0, None, prompt.keys)
+        added = self.index.estimated_bytes - before
+        self.turns.append(Turn(len(self.turns) + 1, forked, took / 1e3, added, len(prompt.keys)))
+        messages.append({"role": "assistant", "content": self.words(ANSWER_WORDS)})
+
+
+def _play() -> Run:
+    directory = ensure_model(DEFAULT_MODEL)
+    tokenizer = Tokenizer.load(directory)
+    run = Run(
+        PromptReader(tokenizer, ChatTemplate.load(directory, tokenizer), block_tokens=content.BLOCK_TOKENS),
+        BlockIndex(content.BLOCKS),
+        random.Random(content.SEED),
+    )
+    run.index.new_holder()
+    own = TURNS - FORKS * FORK_TURNS
+    forked = set(run.rng.sample(range(own), FORKS))
+    resets = {own * (i + 1) // (RESETS + 1) for i in range(RESETS)}
+    preamble = {"role": "system", "content": run.words(PREAMBLE_WORDS)}
+    messages = [preamble]
+    for number in range(own):
+        if number in resets:
+            messages = [preamble, {"role": "user", "content": run.words(SUMMARY_WORDS)}]
+            messages.append({"role": "assistant", "content": run.words(ANSWER_WORDS)})
+        run.turn(messages, forked=False)
+        if number in forked:
+            branch = list(messages)
+            for _ in range(FORK_TURNS):
+                run.turn(branch, forked=True)
+    assert len(run.turns) == TURNS
+    return run
+
+
+def _around(run: Run, last: int) -> list[Turn]:
+    own = [turn for turn in run.turns if not turn.forked and turn.number <= last]
+    return own[-WINDOW:]
+
+
+def _make() -> tuple[Tasks, str]:
+    def program(_: int) -> Results:
+        run = _play()
+        results: Results = {}
+        for name, last in (("early", EARLY), ("late", LATE)):
+            turns = _around(run, last)
+            results[f"{name}_key_us"] = statistics.median(turn.key_us for turn in turns)
+            results[f"{name}_index_bytes"] = statistics.mean(turn.index_bytes for turn in turns)
+            results[f"{name}_blocks"] = turns[-1].blocks
+        return results
+
+    return {"program": program}, f"sumibi {sumibi.__version__}, {DEFAULT_MODEL}"
+
+
+if __name__ == "__main__":
+    serve(_make)
