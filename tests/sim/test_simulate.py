@@ -13,7 +13,7 @@ from sumibi.routing.events import EndpointUp, Signals
 from sumibi.routing.recording import replay
 from sumibi.routing.router import Router
 from sumibi.sim import simulate, world
-from sumibi.sim.fleet import Fault, FleetSpec, Group, HostTier
+from sumibi.sim.fleet import Fault, FleetSpec, Group, HostTier, Store
 from sumibi.sim.results import Status, mean
 from sumibi.sim.workload import Session, Turn, Workload
 
@@ -47,9 +47,14 @@ def talk(name: int, turns: int, random: Random, *, system: int = 20) -> Session:
     return Session(f"talk-{name}", keys, built)
 
 
-def talks(sessions=40, turns=6, seed=0) -> Workload:
+def talks(sessions=40, turns=6, seed=0, within_s: float | None = None) -> Workload:
+    """Conversations for users to play, or such that begin at some time `within_s`."""
     random = Random(seed)
-    return Workload("talks", BLOCK, [talk(i, turns, random) for i in range(1, sessions + 1)])
+    workload = Workload("talks", BLOCK, [talk(i, turns, random) for i in range(1, sessions + 1)])
+    if within_s is not None:
+        for session in workload.sessions:
+            session.start_s = random.random() * within_s
+    return workload
 
 
 def one_shots(times: list[float], prompt: int, output: int) -> Workload:
@@ -103,7 +108,12 @@ def test_a_queue_of_equal_prompts_waits_as_queueing_theory_says():
         for _ in range(4000):
             t += random.expovariate(rho / service)
             times.append(t)
-        run = simulate(one_shots(times, 8192, 1), fleet(1, kv_tokens=10_000_000, overhead_s=0.0), noise=0.0)
+        run = simulate(
+            one_shots(times, 8192, 1),
+            fleet(1, kv_tokens=10_000_000, overhead_s=0.0),
+            policy="round-robin",
+            noise=0.0,
+        )
         expected = service + rho * service / (2 * (1 - rho))
         assert run.summary.ttft_mean_s == pytest.approx(expected, rel=0.08)
 
@@ -124,7 +134,7 @@ def test_littles_law(monkeypatch):
         t += random.expovariate(4.0)
         times.append(t)
     run = simulate(
-        one_shots(times, 1000, 100), fleet(1, overhead_s=0.0, scrape_interval_s=0.25), wrong_constants=False
+        one_shots(times, 1000, 100), fleet(1, overhead_s=0.0, scrape_interval_s=0.25), policy="round-robin"
     )
     area = sum(n * (later - at) for (at, n), (later, _) in itertools.pairwise(seen))
     in_system = area / (seen[-1][0] - seen[0][0])
@@ -277,6 +287,82 @@ def test_lost_kv_events_leave_the_router_wrong_about_what_is_cached():
 
     lost = [Fault(at_s=0.0, endpoint=f"replica-{i}", kind="lose-events", until_s=1e9) for i in (0, 1)]
     assert wrong(lost) > 2 * wrong([])
+
+
+def test_lost_kv_events_are_made_up_for_where_they_can_be_asked_for():
+    lost = [Fault(at_s=10.0, endpoint=f"replica-{i}", kind="lose-events", until_s=60.0) for i in (0, 1)]
+    errors = []
+    for kv_replay in (False, True):
+        spec = fleet(2, kv_tokens=400_000, faults=lost, kv_replay=kv_replay)
+        calls = simulate(talks(150, 8, within_s=120.0), spec).calls
+        late = [i for i in range(len(calls)) if calls.dispatch_s[i] > 70.0]
+        errors.append(mean([abs(calls.cached_tokens[i] - calls.predicted_tokens[i]) for i in late]))
+    assert errors[1] < errors[0] / 2
+
+
+def test_a_rolling_update_loses_nothing_but_caches():
+    # Each in turn takes no new requests, is stopped once empty, and comes back.
+    faults = []
+    for i in range(3):
+        at_s = 20.0 + 40.0 * i
+        faults.append(Fault(at_s=at_s, endpoint=f"replica-{i}", kind="down"))
+        faults.append(Fault(at_s=at_s + 20, endpoint=f"replica-{i}", kind="restart", until_s=at_s + 30))
+    run = simulate(talks(60, 6), fleet(3, faults=faults, detect_s=0.5), users=30)
+    assert (run.summary.rejected, run.summary.failed) == (0, 0)
+    assert set(run.calls.attempts) == {1}
+    undisturbed = simulate(talks(60, 6), fleet(3), users=30)
+    assert run.summary.token_hit_rate < undisturbed.summary.token_hit_rate
+
+
+def test_ranks_are_endpoints_that_hold_one_another_up():
+    workload = talks(100, 6, within_s=30.0)
+    alone = simulate(workload, fleet(4), policy="least-loaded")
+    together = simulate(workload, fleet(2, ranks=2), policy="least-loaded")
+    assert together.endpoints == ["replica-0#0", "replica-0#1", "replica-1#0", "replica-1#1"]
+    assert set(together.calls.endpoint) == {0, 1, 2, 3}
+    assert together.intervals.total == alone.intervals.total
+    assert together.summary.itl_p99_s > alone.summary.itl_p99_s
+
+
+def test_a_process_dies_with_all_its_ranks():
+    faults = [Fault(at_s=0.2, endpoint="replica-0#1", kind="restart", until_s=60.0)]
+    workload = one_shots([0.0, 0.01, 0.02, 0.03], 20_000, 10)
+    run = simulate(workload, fleet(2, ranks=2, faults=faults), policy="round-robin")
+    assert list(run.calls.status) == [Status.DONE] * 4
+    assert set(run.calls.endpoint) <= {2, 3}
+    assert sorted(run.calls.attempts) == [1, 1, 2, 2]
+
+
+def test_adapters_are_loaded_by_the_replicas_that_serve_them():
+    workload = talks(24, 4)
+    names = [f"adapter-{i}" for i in range(4)]
+    for i, session in enumerate(workload.sessions):
+        session.model = names[i % 4]
+        session.keys = [key + (i % 4 << 40) for key in session.keys]
+    enough, scarce = (
+        simulate(workload, fleet(2, adapters=names, adapter_slots=slots, adapter_load_s=1.0), users=12)
+        for slots in (4, 1)
+    )
+    assert enough.summary.failed == scarce.summary.failed == 0
+    waits = [i for i, t in enumerate(enough.calls.ttft_s(range(96))) if t > 1.0]
+    assert 2 <= len(waits) <= 8 + 4, "once an adapter and replica, and whoever comes meanwhile"
+    assert scarce.summary.ttft_mean_s > enough.summary.ttft_mean_s
+
+
+def test_a_shared_store_serves_sessions_that_move():
+    spec = {"kv_bytes_per_token": 50_000}
+    without = simulate(talks(), fleet(**spec), users=12, policy="round-robin")
+    store = Store(tokens=1_000_000, gb_per_s=10.0, latency_s=0.005)
+    shared = simulate(talks(), fleet(store=store, **spec), users=12, policy="round-robin")
+    bound = shared.summary.bound_token_hit_rate
+    assert without.summary.token_hit_rate < 0.75 * bound
+    # Blocks of a prompt under way elsewhere are not there yet.
+    assert 0.97 * bound < shared.summary.token_hit_rate <= bound
+
+
+def test_roles_wait_for_a_router_that_places_them():
+    with pytest.raises(ConfigError, match="prefill"):
+        simulate(talks(1, 1), fleet(2, role="prefill"), users=1)
 
 
 def test_a_slow_replica_is_slow():

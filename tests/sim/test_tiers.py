@@ -1,0 +1,157 @@
+"""What a replica gets from elsewhere, by hand: shared store, adapters, KV of a prompt computed elsewhere."""
+
+from math import inf
+
+import pytest
+
+from sumibi.core.latency import LatencyModel
+from sumibi.sim.fleet import Group, LinkSpec
+from sumibi.sim.job import Job, State
+from sumibi.sim.replica import Replica, join
+from sumibi.sim.tiers import Adapters, Blocks, Link
+
+MODEL = LatencyModel(a_s=0.004, b_s=5e-5, q_s=1.6e-9, d0_s=0.0136, d1_s=2.6e-5, d2_s=4.2e-8)
+BLOCK = 64
+
+
+def group(**changes) -> Group:
+    fields = {"count": 1, "latency": MODEL, "kv_tokens": 100_000, "kv_bytes_per_token": 100_000}
+    return Group(**(fields | changes))
+
+
+def run(replica: Replica, until_s: float = inf) -> dict[Job, float]:
+    """Advance to `until_s` or the end; when jobs had their first token."""
+    first: dict[Job, float] = {}
+    while replica.due_s <= until_s and replica.due_s < inf:
+        t = replica.due_s
+        replica.advance(t)
+        for peer in replica.peers:
+            first |= dict.fromkeys(peer.first, t)
+            peer.first.clear()
+    return first
+
+
+def chunk_s(new: int, before: int) -> float:
+    return max(0.004 + 5e-5 * new + 1.6e-9 * new * (before + new / 2), 0.0136)
+
+
+def test_transfers_of_a_link_follow_one_another():
+    link = Link(2.0, 0.5)
+    assert link.transfer(4e9, 10.0) == 12.5
+    assert link.transfer(1e9, 11.0) == 13.5
+    assert link.transfer(1e9, 20.0) == 21.0
+
+
+def test_a_tier_forgets_the_blocks_stored_longest_ago_the_deepest_of_a_chain_first():
+    tier = Blocks(4, Link(1.0, 0.0))
+    tier.store([1, 2, 3])
+    tier.store([7, 8])
+    assert tier.removed == [3]
+    tier.store([1])
+    tier.store([9])
+    assert tier.removed == [3, 2]
+    assert [key in tier for key in (1, 7, 8, 9)] == [True] * 4
+    assert tier.match([1, 7, 5, 8], 0, 4) == 2
+    assert tier.take([7, 5]) == [7]
+    assert len(tier) == 3
+
+
+def test_one_replica_reads_from_the_store_what_another_computed():
+    store = Blocks(1_000, Link(20.0, 0.002))
+    one, other = (Replica(name, group(), BLOCK, store=store) for name in "ab")
+    keys = list(range(1, 41))
+    one.submit(Job(None, keys, 2570, 1), 0.0)
+    run(one)
+    job = Job(None, keys, 2570, 1)
+    other.submit(job, 100.0)
+    first = run(other)
+    assert (job.cached_tokens, job.lower_tokens) == (2560, 2560)
+    restore_s = 0.002 + 2560 * 100_000 / 20e9
+    assert first[job] - 100.0 == pytest.approx(restore_s + chunk_s(10, 2560))
+    assert len(store) == 40, "a copy was read, the store keeps its own"
+
+
+def test_adapters_are_loaded_when_needed_and_unloaded_when_others_are():
+    adapters = Adapters(2, 3.0)
+    assert adapters.acquire("a", 0.0) == 3.0
+    assert adapters.acquire("a", 1.0) == 3.0, "it is being loaded already"
+    assert adapters.acquire("b", 2.0) == 5.0
+    assert adapters.acquire("c", 4.0) is None, "both slots are in use"
+    adapters.release("b")
+    assert adapters.acquire("c", 4.0) == 7.0
+    adapters.release("a")
+    adapters.release("a")
+    assert adapters.acquire("b", 9.0) == 12.0, "b was unloaded for c and takes the place of a"
+
+
+def test_a_request_waits_for_its_adapter_and_others_do_not():
+    replica = Replica("r", group(adapters=["x", "y"], adapter_slots=1, adapter_load_s=2.0), BLOCK)
+    x, plain, y = (
+        Job(None, [], 1000, 1, adapter="x"),
+        Job(None, [], 1000, 1),
+        Job(None, [], 1000, 1, adapter="y"),
+    )
+    again = Job(None, [], 1000, 1, adapter="x")
+    replica.submit(x, 0.0)
+    replica.submit(plain, 0.1)
+    replica.submit(y, 0.2)
+    first = run(replica)
+    assert first[x] == pytest.approx(2.0 + chunk_s(1000, 0))
+    assert first[plain] == pytest.approx(0.1 + chunk_s(1000, 0))
+    assert first[y] == pytest.approx(first[x] + 2.0 + chunk_s(1000, 0)), "the only slot was in use"
+    replica.submit(again, 10.0)
+    assert run(replica)[again] == pytest.approx(10.0 + 2.0 + chunk_s(1000, 0))
+
+
+def test_a_prompt_computed_elsewhere_is_fetched_and_only_its_last_token_computed():
+    keys = list(range(1, 16))
+    source = Replica("p", group(), BLOCK)
+    kept = Job(None, keys, 1000, 1, keep=True)
+    source.submit(kept, 0.0)
+    assert run(source)[kept] == pytest.approx(chunk_s(1000, 0))
+    assert kept.state is State.HELD
+    assert source.memory.in_use() == 16, "15 full blocks and the rest of the prompt"
+    sink = Replica("d", group(link=LinkSpec(gb_per_s=40.0, setup_s=0.001)), BLOCK)
+    job = Job(None, keys, 1000, 5, imported=True)
+    sink.submit(job, 1.0)
+    first = run(sink, 1.5)
+    assert first[job] - 1.0 == pytest.approx(0.001 + 999 * 100_000 / 40e9 + chunk_s(1, 999))
+    assert job.cached_tokens == 0
+    source.release(kept, 2.0)
+    assert source.memory.in_use() == 0
+    assert source.memory.cache.match(keys) == 15, "it stays in the cache"
+    # The next turn there needs only what is new.
+    longer = Job(None, [*keys, 99], 1024, 5, imported=True)
+    sink.submit(longer, 3.0)
+    first = run(sink)
+    assert longer.cached_tokens == 15 * BLOCK
+    assert first[longer] - 3.0 == pytest.approx(0.001 + (1023 - 960) * 100_000 / 40e9 + chunk_s(1, 1023))
+
+
+def test_ranks_step_together_at_the_pace_of_the_slowest():
+    ranks = [Replica(name, group(), BLOCK) for name in "ab"]
+    join(ranks)
+    long, short = Job(None, [], 8000, 20), Job(None, [], 100, 20)
+    ranks[0].submit(long, 0.0)
+    ranks[1].submit(short, 0.0)
+    first = run(ranks[0])
+    step_s = chunk_s(8000, 0)
+    # The second rank was idle when the first began its step, so its prompt waits for the next.
+    assert first[long] == pytest.approx(step_s)
+    alone = 0.0136 + 2.6e-5 + 4.2e-8 * 8001
+    assert first[short] == pytest.approx(step_s + max(chunk_s(100, 0), alone))
+    assert ranks[0].intervals.total == ranks[1].intervals.total == 19
+    assert ranks[1].intervals.quantile(1.0) == pytest.approx(alone, rel=0.02)
+
+
+def test_ranks_hold_up_one_anothers_decodes():
+    ranks = [Replica(name, group(), BLOCK) for name in "ab"]
+    join(ranks)
+    writer = Job(None, [], 100, 200)
+    ranks[0].submit(writer, 0.0)
+    run(ranks[0], 0.5)
+    prompt = Job(None, [], 8000, 1)
+    ranks[1].submit(prompt, 0.5)
+    run(ranks[0])
+    assert ranks[0].intervals.quantile(1.0) == pytest.approx(chunk_s(8000, 0), rel=0.02)
+    assert ranks[0].intervals.quantile(0.9) == pytest.approx(0.0136, rel=0.02)
