@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from sumibi.bench.traces import TraceError, read, read_all
+from sumibi.bench.workloads import generate
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import (
     Admitted,
@@ -20,6 +21,9 @@ from sumibi.routing.events import (
     FirstToken,
 )
 from sumibi.routing.recording import Started
+from sumibi.sim.arithmetic import bound, in_order, prepare
+from sumibi.sim.fleet import FleetSpec, Group
+from sumibi.sim.simulate import simulate
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -241,6 +245,23 @@ def test_recording(tmp_path: Path):
     assert (first.tenant, first.priority, first.model) == ("acme", 5, "m")
     # 112 s is where the first life ended; its first arrival was at 103
     assert later.start_s == pytest.approx(112.0 + 2.0 - 103.0)
+
+
+def test_what_a_router_was_told_can_be_played_again(tmp_path: Path):
+    group = Group(count=2, latency="llama-3.1-8b/1xh100", kv_tokens=100_000)
+    workload = generate("w7:users=3,sessions=6")
+    with (tmp_path / "events.jsonl").open("wb") as log:
+        run = simulate(workload, FleetSpec(name="two", groups=[group]), users=3, log=log)
+    again = read(tmp_path / "events.jsonl")
+    first_s = min(run.calls.arrival_s)
+    arrivals = [
+        (session.start_s or 0) + turn.offset_ms / 1000 for session in again.sessions for turn in session.turns
+    ]
+    assert sorted(arrivals) == pytest.approx(sorted(t - first_s for t in run.calls.arrival_s), abs=0.002)
+    # prompts grow by what was said: turns are put together again as they were
+    assert sorted(len(s.turns) for s in again.sessions) == sorted(len(s.turns) for s in workload.sessions)
+    assert again.block_tokens == 64
+    assert bound(in_order(prepare(again))) == bound(in_order(prepare(workload), 3))
 
 
 def test_a_recording_without_its_beginning(tmp_path: Path):

@@ -42,8 +42,8 @@ class BoundsOf:
 
 
 def capacity_tokens(fleet: FleetSpec) -> int:
-    """KV that the fleet can keep for prompts, device and host memory together."""
-    return sum(
+    """KV that the fleet can keep for prompts: device and host memory and a shared store together."""
+    return (fleet.store.tokens if fleet.store else 0) + sum(
         group.kv_tokens + (group.host.tokens if group.host else 0)
         for _, group in fleet.endpoints()
         if group.role != "decode"

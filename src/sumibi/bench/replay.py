@@ -12,6 +12,7 @@ from sumibi.bench.traces import read_all
 from sumibi.bench.workloads import generate, generator_of
 from sumibi.core.errors import ConfigError
 from sumibi.routing.policies import POLICIES
+from sumibi.sim.calibration import calibrated
 from sumibi.sim.fleet import FleetSpec
 from sumibi.sim.results import Run
 from sumibi.sim.simulate import simulate
@@ -94,11 +95,15 @@ def replay(
     seed: int = 0,
     report: Report | None = None,
 ) -> list[Replayed]:
-    """A run a policy, all with the same requests, engines and noise. Raises ConfigError."""
+    """A run a policy, all with the same requests, engines and noise. Raises ConfigError.
+
+    Baselines are calibrated for the fleet as their authors would.
+    """
     users = with_users(workload, users)
     tell = report or (lambda who, what, done: None)
     tell("bounds", "the tree of all prompts", None)
     bounds = BoundsOf(workload)
+    config = calibrated(fleet)
     tell("bounds", "the tree of all prompts", 1.0)
     replayed = []
     for name in names:
@@ -107,7 +112,7 @@ def replay(
         def progress(over: int, total: int, who: str = name, what: str = what) -> None:
             tell(who, what, over / total)
 
-        run = simulate(workload, fleet, policy=name, users=users, seed=seed, progress=progress)
+        run = simulate(workload, fleet, policy=name, users=users, seed=seed, config=config, progress=progress)
         tell(name, what, 1.0)
         replayed.append(Replayed(run, bounds.run(run.calls, fleet)))
     return replayed

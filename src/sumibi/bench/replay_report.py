@@ -1,6 +1,7 @@
 """What `sumibi replay` shows: a table, JSON, a picture."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ Requests that no replica can hold are rejected and count nowhere else."""
 _WINDOWS = 40
 """Points of a curve over time; half as many where there are many curves."""
 _COLOURS = ("#3a7d44", "#c8553d", "#2f6690", "#e0a030", "#7a4f9a", "#50a0a0", "#a04060", "#808080", "#a0b040",
-            "#404040")  # fmt: skip
+            "#404040", "#d080c0")  # fmt: skip
 
 
 def print_table(replayed: Sequence[Replayed]) -> None:
@@ -128,7 +129,7 @@ def write_plot(path: Path, replayed: Sequence[Replayed]) -> None:
     figure = plt.figure(figsize=(15, height), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(4.2, rows * 2.4))
     ttft, itl, hits = top.subplots(1, 3)
-    for one, colour in zip(replayed, _COLOURS, strict=False):
+    for one, colour in zip(replayed, cycle(_COLOURS), strict=False):
         _cumulative(ttft, _quantiles(one.run.calls), one.run.summary.policy, colour)
         _cumulative(itl, one.run.intervals.points(), one.run.summary.policy, colour)
         _hit_rate(hits, one, colour, _WINDOWS if len(replayed) <= 4 else _WINDOWS // 2)
