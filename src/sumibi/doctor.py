@@ -260,6 +260,7 @@ _REPLAYS_FAILED = "sumibi_kv_event_replays_failed_total"
 _FALLBACKS = {
     "sumibi_prompt_fallbacks_total": "prompts got approximate keys: see gateway.log",
     "sumibi_prompt_mismatches_total": "the fast reading of prompts was wrong and is off: please report it",
+    "sumibi_cached_tokens_disagree": "cached tokens are not as predicted: see gateway.log",
     "sumibi_index_refused_blocks_total": "the index is full: fewer endpoints a gateway",
     "sumibi_kv_event_malformed_total": "KV events do not decode: is the engine's version known?",
     _REPLAYS_FAILED: "missed KV events could not be replayed: set replay_endpoint",

@@ -138,6 +138,8 @@ TABLE = (
         "counter", (), _one(lambda s: s.router.predicted_cached_tokens)),
     Row("sumibi_cached_tokens_actual_total", "Cached tokens of the same requests, as engines told.",
         "counter", (), _one(lambda s: s.router.actual_cached_tokens)),
+    Row("sumibi_cached_tokens_disagree", "1 while predicted and actual cached tokens are far apart.", "gauge",
+        _MODEL, _per_model(lambda m: float(bool(m.agreement.alarm)))),
     Row("sumibi_index_blocks", "Blocks in the index.", "gauge", (),
         _one(lambda s: s.router.index_blocks_now)),
     Row("sumibi_index_bytes", "Memory of the index, estimated.", "gauge", (),

@@ -8,6 +8,8 @@ exported.
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from sumibi.gateway.agreement import Agreement
+
 _MAX_MODELS = 1000
 _OTHER = "other"
 
@@ -44,6 +46,7 @@ class ModelCounters:
     """What is counted per model."""
 
     __slots__ = (
+        "agreement",
         "cached_tokens",
         "duration_s",
         "errors",
@@ -69,6 +72,7 @@ class ModelCounters:
         self.prompt_tokens = Histogram(_TOKENS)
         self.cached_tokens = Histogram(_TOKENS)
         self.output_tokens = Histogram(_TOKENS)
+        self.agreement = Agreement()
 
     def error(self, cause: str) -> None:
         """Count a request that ended in `cause` (one of a closed list)."""

@@ -24,6 +24,7 @@ from sumibi.routing.events import (
     Event,
     Finished,
     FinishReason,
+    Grade,
     GradeChanged,
     Instruction,
     Refuse,
@@ -166,6 +167,7 @@ class Shell:
                 prompt_tokens = usage.prompt_tokens
             if cached is not None:
                 counters.cached_tokens.observe(cached)
+                self._compare(completion, cached)
             if output is not None:
                 counters.output_tokens.observe(output)
             counters.estimated_usage += not usage.exact
@@ -188,6 +190,18 @@ class Shell:
                 duration_s=now - completion.arrived_t,
             )
         )
+
+    def _compare(self, completion: Completion, cached_tokens: int) -> None:
+        """Predicted cached tokens beside the engine's."""
+        decision = self._router.decision(completion.decision)
+        if decision is not None:
+            predicted = decision.picked.reused_tokens
+            if decision.picked.grade is not Grade.EXACT:
+                # More than we know of is to be expected: from before our start, or by other clients.
+                cached_tokens = min(cached_tokens, predicted)
+            alarm = completion.counters.agreement.observe(predicted, cached_tokens)
+            if alarm:
+                log.error("%s: %s", completion.asked.model, alarm)
 
     def close(self) -> None:
         """Send no more ticks."""
