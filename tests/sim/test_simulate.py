@@ -404,3 +404,21 @@ def test_progress_is_told():
     simulate(talks(40, 4), fleet(), users=8, progress=lambda done, total: said.append((done, total)))
     assert said[-1] == (160, 160)
     assert [done for done, _ in said] == sorted(done for done, _ in said)
+
+
+def test_the_router_sees_a_session_only_if_requests_carry_one(monkeypatch):
+    sessions = set()
+
+    class Watched(Router):
+        def handle(self, event):
+            sessions.add(getattr(event, "session", None))
+            return super().handle(event)
+
+    monkeypatch.setattr(world, "Router", Watched)
+    workload = talks(2, 2)
+    workload.users = 2
+    simulate(workload, fleet())
+    assert sessions == {None, ""}
+    workload.names_sessions = True
+    simulate(workload, fleet())
+    assert sessions == {None, "", "talk-1", "talk-2"}

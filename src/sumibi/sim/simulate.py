@@ -40,7 +40,8 @@ def simulate(
 ) -> Run:
     """Play `workload` on `fleet`, routed by `policy`. Equal arguments give equal results.
 
-    users            how many play at once, where sessions have no start of their own
+    users            how many play at once, where sessions have no start of their own; None: as the workload
+                     says
     seed             order of the sessions (0: as they come), noise, and how constants are wrong
     wrong_constants  the router is told coefficients off by a factor between 1/3 and 3
     noise            steps take up to this part more or less
@@ -50,6 +51,7 @@ def simulate(
 
     Raises ConfigError for a policy that there is not, or a workload that does not go with the fleet.
     """
+    users = users or workload.users
     config = msgspec.structs.replace(config or RouterConfig(), policy=policy)
     wall_s, cpu_s = perf_counter(), process_time()
     world = World(
