@@ -5,6 +5,18 @@ import msgspec
 from sumibi.core.latency import CPU_CORE_135M, LatencyModel
 
 
+class BandLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much may wait in one priority's queue, and how long. Defaults are llm-d's."""
+
+    priority: int = 0
+    max_requests: int = 5_000
+    """Beyond it new ones are refused (429)."""
+    max_bytes: int = 1_000_000_000
+    """Of their bodies, estimated from their prompts' tokens; beyond it new ones are refused (429)."""
+    ttl_s: float | None = 60.0
+    """Longest wait before a request is refused (429). None: as long as its client has patience."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one `Router`. A recorded log replays bit-equal only under the same settings."""
 
@@ -25,6 +37,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that wait for an endpoint of their model; above it new ones are refused (429)."""
     wait_for_endpoint_s: float = 10.0
     """How long a request waits for an endpoint of its model to come up before it is refused (503)."""
+
+    hold_above_s: float | None = None
+    """Under policies that price: a request whose pick cannot begin with it within this time is held back
+    (see `flow`) and placed later. Some engine steps' worth, so that engines always have the next requests
+    at hand even if predictions are off by a factor of 3; and about what the most urgent request may find
+    before it. None: nothing is held, engines queue."""
+    bands: list[BandLimits] = []
+    """Priorities with limits of their own."""
+    other_bands: BandLimits = BandLimits()
+    """Limits of each other priority."""
 
     max_index_blocks: int = 2_000_000
     """Blocks in the index, all endpoints together; above it new ones are left out. One takes about 230
@@ -55,8 +77,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`llmd-sticky-until-saturated`: head start in seconds of prefill at which others are considered."""
     approximate_match_tokens: int = 131_072
     """llm-d's approximate index: how far into a prompt it looks."""
-    dynamo_agentic: bool = False
-    """`dynamo-kv`: with the weights of Dynamo's preset for agents instead of its defaults."""
 
     decisions_kept: int = 1_000
     """Decision records and outcomes kept for the admin door, the newest."""

@@ -6,12 +6,13 @@ Each part is time that somebody spends because the request goes there, so they a
 
 wait     until the endpoint can begin: the prefills reserved before it (engines serve them in order of
          arrival, or the shortest first; all of them is right for the first kind and careful for the
-         second), what foreign requests wait there, and a place in the batch where that is full.
+         second), what foreign requests wait there, what is held back for it (`flow`), and a place in the
+         batch where that is full.
 pending  until blocks that another request is computing there are done. Its prefill is part of the wait
          already, hence the maximum. Pending blocks are never a hit.
 compute  prefill of the tokens that are neither there nor pending.
 delay    for those decoding there: each stands still while this prefill is computed, and each later step
-         is longer by one sequence.
+         is longer by one sequence. Those of a higher priority count for more, of a lower one for less.
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
          times the chance that it is wanted again after so long (`recency`, `returns`). Nothing while there
          is room, little where finished conversations lie, much where a cache is full of live ones. And
@@ -57,6 +58,8 @@ def price(
     block_tokens: int,
     mean_share: float,
     returns: ReturnTimes,
+    ahead_s: float = 0.0,
+    priority: int = 0,
 ) -> Candidate:
     """The cost of one request at one endpoint, now. `output_tokens` is what it is expected to generate,
     `mean_share` the mean over all candidates of the share of time in which they computed prefills.
@@ -72,10 +75,10 @@ def price(
     compute_s = start.a_s * learner.fixed_factor + work_s
 
     inflight = load.inflight + foreign_running + foreign_waiting
-    wait_s = foreign_waiting * endpoint.typical_prefill_s
+    wait_s = ahead_s + foreign_waiting * endpoint.typical_prefill_s
     if load.prefills:
         wait_s += endpoint.prefill_left_s(t)
-    decodes = load.decodes + foreign_running
+    decodes = foreign_running + (load.decode_weight(priority) if load.decodes else 0.0)
     context = prompt_tokens + output_tokens / 2
     step_growth_s = decode_factor * (start.d1_s + start.d2_s * context)
     places = endpoint.max_sequences

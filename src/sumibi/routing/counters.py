@@ -3,6 +3,16 @@
 import msgspec
 
 
+class HeldNow(msgspec.Struct, frozen=True):
+    """The queue of one priority before one model's endpoints."""
+
+    model: str
+    priority: int
+    requests: int
+    bytes: int
+    """Of their bodies, estimated."""
+
+
 class Counters(msgspec.Struct, kw_only=True):
     """Since the router was made, except where it says `now`."""
 
@@ -15,6 +25,13 @@ class Counters(msgspec.Struct, kw_only=True):
     requests_now: int = 0
     waiting_now: int = 0
     """Requests that wait for an endpoint of their model."""
+    held: int = 0
+    """Requests that were not placed at once, because no endpoint could begin soon."""
+    held_now: list[HeldNow] = []
+    saturation_now: dict[str, float] = msgspec.field(default_factory=dict)
+    """By model: 0 if nothing waits at its endpoints, 1 if no request could be placed. While any is held."""
+    jain_now: dict[str, float] = msgspec.field(default_factory=dict)
+    """By model: how evenly its programs were served lately, 1/n to 1 (Jain's index)."""
     stale_events: int = 0
     """Events for requests, endpoints or replays that are over: ignored."""
     index_blocks_now: int = 0

@@ -95,8 +95,13 @@ class Arrived(Event, frozen=True):
     tenant: str = ""
     session: str = ""
     """Session id that the request carries; empty if none. Sessions are recognised without it, too."""
+    program: str = ""
+    """Whom to charge for it when requests have to wait: an agent's sessions, its sub-agents' included. Empty:
+    its `session`, or else the conversation that its prompt goes on with."""
     priority: int = 0
-    """Higher is more urgent; the cost of delaying a request is weighted by it (not yet used)."""
+    """Higher is more urgent: it goes first where requests wait, and to delay it costs more."""
+    ttl_s: float | None = None
+    """The longest that it wants to wait for its dispatch. It may only shorten what is usual."""
     prompt_grade: PromptGrade = PromptGrade.EXACT
     stream: bool = False
 

@@ -219,6 +219,11 @@ class Endpoint:
             return total_s - elapsed_s
         return total_s - head_s + (overrun_s if head.streamed else 0.0)
 
+    def begins_in_s(self, t: float) -> float:
+        """Seconds until it can begin with another prefill, a place in its batch being free."""
+        wait_s = self.foreign(t)[1] * self.typical_prefill_s if self.has_foreign else 0.0
+        return wait_s + self.prefill_left_s(t)
+
     def new_life(self) -> None:
         """Another process serves here now: its caches are empty and none of our requests are in it."""
         self.epoch += 1

@@ -11,6 +11,7 @@ Quantities are integers (tokens, nanoseconds), so that the sum of what is releas
 what was reserved.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 from sumibi.core.errors import SumibiError
@@ -32,13 +33,21 @@ class Reservation:
         "kv_tokens",
         "owner",
         "prefill_on",
+        "priority",
         "streamed",
         "uncached_tokens",
         "work_ns",
     )
 
     def __init__(
-        self, owner: Owner, *, uncached_tokens: int, kv_tokens: int, work_ns: int, streamed: bool
+        self,
+        owner: Owner,
+        *,
+        uncached_tokens: int,
+        kv_tokens: int,
+        work_ns: int,
+        streamed: bool,
+        priority: int = 0,
     ) -> None:
         self.owner = owner
         self.uncached_tokens = uncached_tokens
@@ -49,6 +58,7 @@ class Reservation:
         """Work of the prefill by the start coefficients of its endpoint (without the fixed part)."""
         self.streamed = streamed
         """False: the first byte comes with the last token, so the end of the prefill is not seen."""
+        self.priority = priority
         self.prefill_on: Load | None = None
         self.decode_on: Load | None = None
 
@@ -58,6 +68,7 @@ class Load:
 
     __slots__ = (
         "decode_kv_tokens",
+        "decode_priorities",
         "decodes",
         "head_since_t",
         "history",
@@ -76,13 +87,25 @@ class Load:
         self.prefill_work_ns = 0
         self.decodes = 0
         """Decode parts whose prefill is over."""
+        self.decode_priorities: dict[int, int] = {}
+        """Priority -> how many of `decodes` have it."""
         self.decode_kv_tokens = 0
         self.head_since_t = 0.0
         """When the endpoint began to work on the first of `prefills`."""
         self.history: list[tuple[float, int]] = []
         """(t, inflight) after each change, for comparing with scrapes; bounded by `remember`."""
 
+    def decode_weight(self, priority: int) -> float:
+        """`decodes` as they count for a request of this priority that would hold them up."""
+        weight = 0.0
+        for other, decodes in self.decode_priorities.items():
+            weight += decodes * (1.0 if other == priority else HIGHER if other > priority else 1 / HIGHER)
+        return weight
 
+
+HIGHER = 4.0
+"""A second of somebody more urgent counts as so many of one's own, and one of somebody less urgent as so much
+less. Which priority is the higher one decides, not by how much: they are ranks, on no scale."""
 HISTORY = 256
 """Changes of `inflight` that are remembered per load (the older half is dropped beyond)."""
 
@@ -143,6 +166,7 @@ class Ledger:
         load = reservation.decode_on
         if load is not None:
             load.decodes += 1
+            _count(load.decode_priorities, reservation.priority, +1)
             load.decode_kv_tokens += reservation.kv_tokens
         return True
 
@@ -156,6 +180,7 @@ class Ledger:
             self._drop_prefill(reservation, t, 0.0)
         elif decode_on is not None:
             decode_on.decodes -= 1
+            _count(decode_on.decode_priorities, reservation.priority, -1)
             decode_on.decode_kv_tokens -= reservation.kv_tokens
         if decode_on is not None:
             remember(decode_on, t, -1)
@@ -189,6 +214,7 @@ class Ledger:
                 sum(r.uncached_tokens for r in prefills),
                 sum(r.work_ns for r in prefills),
                 len(decodes),
+                Counter(r.priority for r in decodes),
                 sum(r.kv_tokens for r in decodes),
             )
             found = (
@@ -197,7 +223,14 @@ class Ledger:
                 load.prefill_tokens,
                 load.prefill_work_ns,
                 load.decodes,
+                load.decode_priorities,
                 load.decode_kv_tokens,
             )
             if expected != found:
                 raise SumibiError(f"ledger: entries say {expected}, counters say {found}")
+
+
+def _count(counts: dict[int, int], key: int, change: int) -> None:
+    counts[key] = counts.get(key, 0) + change
+    if not counts[key]:
+        del counts[key]

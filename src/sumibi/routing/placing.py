@@ -1,5 +1,7 @@
 """The candidates for one request: what each endpoint has of its prompt, and what it would cost there."""
 
+from collections.abc import Mapping
+
 from sumibi.routing.computing import Computing
 from sumibi.routing.cost import price
 from sumibi.routing.decisions import Candidate
@@ -7,6 +9,8 @@ from sumibi.routing.events import Arrived
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.returns import ReturnTimes
+
+NOTHING_AHEAD: Mapping[str, float] = {}
 
 
 def candidates(
@@ -19,10 +23,12 @@ def candidates(
     returns: ReturnTimes,
     index: BlockIndex,
     computing: Computing,
+    ahead_s: Mapping[str, float] = NOTHING_AHEAD,
     priced: bool = True,
 ) -> list[Candidate]:
     """One candidate for each endpoint, in their order. Blocks of a suspect endpoint count for nothing.
 
+    `ahead_s`: endpoint -> seconds of work that waits for it elsewhere and goes before this request.
     Not `priced`: what lies where, without seconds.
     """
     keys, length = event.keys, matchable_blocks(event, block_tokens)
@@ -55,6 +61,8 @@ def candidates(
                 block_tokens=block_tokens,
                 mean_share=mean_share,
                 returns=returns,
+                ahead_s=ahead_s.get(endpoint.name, 0.0),
+                priority=event.priority,
             )
         )
     return result

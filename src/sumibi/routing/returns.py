@@ -45,6 +45,10 @@ class ReturnTimes:
         self._since = 0
         self._chance = [self._chances(c) for c in range(CLASSES)]
 
+    def known_blocks(self, keys: Sequence[int]) -> int:
+        """Leading blocks that a prompt has in common with earlier ones."""
+        return self._history.match(keys)
+
     def used(self, keys: Sequence[int], t: float) -> None:
         """A request with this prompt was placed at `t`."""
         history = self._history

@@ -6,10 +6,11 @@ So the HTTP gateway, an Envoy endpoint picker and the simulator drive the same o
 events fed to a fresh one yields the same decisions, bit for bit.
 
 Choosing and reserving are one step: the next request, even within the same instant, sees the load of this
-one. A request is in one of three states, and leaves the router from any of them:
+one. A request is in one of four states, and leaves the router from any of them:
 
     ARRIVED --Admitted--> RUNNING (an endpoint is chosen and reserved) --Finished--> over
-                     \--> WAITING (no endpoint of its model is up) --EndpointUp--> RUNNING, or refused
+                    |\--> WAITING (no endpoint of its model is up) --EndpointUp--> RUNNING, or refused
+                     \--> HELD (its pick cannot begin soon, see `flow`) --> RUNNING, or refused
 
 Events about what is over (a late first token, a second finish, an endpoint that was removed) are counted
 and otherwise ignored: a shell cannot avoid them. Time that goes backwards is a bug of the shell and raises.
@@ -18,8 +19,9 @@ What this file does is connect: which part hears of which event, in which order.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,7 +31,7 @@ from sumibi.routing import lessons
 from sumibi.routing.computing import Computing
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
-from sumibi.routing.decisions import Decision, Outcome
+from sumibi.routing.decisions import Candidate, Decision, Outcome
 from sumibi.routing.events import (
     Admitted,
     Arrived,
@@ -55,9 +57,11 @@ from sumibi.routing.events import (
 )
 from sumibi.routing.feed import Feed
 from sumibi.routing.fleet import Endpoint, Fleet
+from sumibi.routing.flow import Held
+from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner, Reservation
-from sumibi.routing.placing import candidates, matchable_blocks
+from sumibi.routing.placing import NOTHING_AHEAD, candidates, matchable_blocks
 from sumibi.routing.policies import Ask, Policy, least, make_policy
 from sumibi.routing.requests import Attempt, Request, State
 from sumibi.routing.sequence import Forget, Step
@@ -66,6 +70,25 @@ from sumibi.routing.views import EndpointView, view
 SAME_START_S = 0.05
 """Process start times closer than this are the same one, read twice."""
 RESTARTED = "the engine process was started anew"
+_DROPPED = {
+    FinishReason.CLIENT_GONE: "rejected-context-cancelled",
+    FinishReason.SHUTDOWN: "rejected-shutting-down",
+}
+"""Why a request was not served that ended while it waited."""
+
+
+class Choice(NamedTuple):
+    """What a policy picked."""
+
+    ask: Ask
+    found: list[Candidate]
+    scores: list[float]
+    pick: int
+
+    @property
+    def picked(self) -> Candidate:
+        """The chosen candidate."""
+        return self.found[self.pick]
 
 
 class Router:
@@ -85,6 +108,7 @@ class Router:
         self._computing = Computing(self._index)
         self._requests: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._gate = Gate(self.config, self._fleet)
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._outcomes: deque[Outcome] = deque(maxlen=self.config.decisions_kept)
         self._count = Counters()
@@ -132,13 +156,16 @@ class Router:
         request = self._requests.get(event.request)
         if request is None or request.state is not State.ARRIVED:
             self._count.stale_events += 1
-        elif self._place(request):
-            pass
-        elif len(self._waiting) >= self.config.max_waiting:
+            return
+        self._gate.admit(request, self._t)
+        if self._place(request, may_hold=True):
+            return
+        if len(self._waiting) >= self.config.max_waiting:
             self._refuse(event.request, 429, "rejected-saturated", "too many requests wait for an endpoint")
         else:
             request.state = State.WAITING
-            request.deadline_t = self._t + self.config.wait_for_endpoint_s
+            wait_s = min(self.config.wait_for_endpoint_s, self._gate.ttl_s(request))
+            request.deadline_t = self._t + wait_s
             self._waiting[event.request] = request
             self._out.append(WakeAt(at=request.deadline_t))
 
@@ -158,6 +185,7 @@ class Router:
         lessons.first_token(request, attempt, self._ledger, self._t)
         self._policies[request.event.model].first_token(event.request)
         self._computing.computed(request, attempt, self._t)
+        self._freed(attempt.endpoint)
 
     def _finished(self, event: Finished) -> None:
         request = self._requests.get(event.request)
@@ -175,8 +203,18 @@ class Router:
         if retry:
             self._count.retries += 1
         else:
-            self._waiting.pop(event.request, None)
+            self._gave_up(request, reason)
             del self._requests[event.request]
+        if attempt is not None:
+            self._freed(attempt.endpoint)
+
+    def _gave_up(self, request: Request, reason: FinishReason) -> None:
+        """It is over; count it as refused if it never left its queue."""
+        if self._waiting.pop(request.event.request, None) is None and not self._gate.leave(request):
+            return
+        dropped = _DROPPED.get(reason)
+        if dropped is not None:
+            self._count.refused[dropped] = self._count.refused.get(dropped, 0) + 1
 
     def _close(self, request: Request, attempt: Attempt, event: Finished) -> None:
         """End an attempt: release, learn, record, and doubt the endpoint if that is called for."""
@@ -194,6 +232,8 @@ class Router:
             lessons.remember(request, attempt, event, self._fleet.block_tokens(request.event.model))
         if event.reason is FinishReason.STOP:
             lessons.answer(request, attempt, self._fleet.models[request.event.model], event, decodes)
+        if computed:
+            self._gate.ended(request, event)
         self._outcomes.append(lessons.outcome(request, attempt, event))
         if event.reason in (FinishReason.REFUSED, FinishReason.ENGINE_GONE) and attempt.current:
             endpoint.unreachable_t = self._t
@@ -204,17 +244,35 @@ class Router:
         return request, request.running(event.attempt) if request is not None else None
 
     def _refuse(self, request: str, status: int, reason: str, message: str) -> None:
-        self._requests.pop(request, None)
+        known = self._requests.pop(request, None)
         self._waiting.pop(request, None)
+        if known is not None:
+            self._gate.leave(known)
         self._count.refused[reason] = self._count.refused.get(reason, 0) + 1
         self._out.append(Refuse(request=request, status=status, reason=reason, message=message))
 
-    def _place(self, request: Request, excluded: str | None = None) -> bool:
-        """Choose and reserve, in one step. False if no endpoint may take it."""
-        event = request.event
-        endpoints = self._fleet.candidates(event.model, excluded)
+    def _place(self, request: Request, excluded: str | None = None, *, may_hold: bool = False) -> bool:
+        """Choose and reserve, in one step; or hold it back, if it may be, because its pick cannot begin
+        soon. False if no endpoint may take it.
+        """
+        endpoints = self._fleet.candidates(request.event.model, excluded)
         if not endpoints:
             return False
+        ahead_s = self._gate.ahead_s(request, endpoints) if may_hold else NOTHING_AHEAD
+        choice = self._choose(request, endpoints, ahead_s)
+        if not may_hold or not self._gate.holds(choice.picked):
+            self._commit(request, endpoints, choice)
+        elif self._gate.hold(request, endpoints, choice.found, choice.pick):
+            request.state = State.HELD
+            self._count.held += 1
+            self._serve(self._gate.pool(endpoints[0]))
+        else:
+            self._refuse(request.event.request, 429, "rejected-saturated", "too many requests wait")
+        return True
+
+    def _choose(self, request: Request, endpoints: list[Endpoint], ahead_s: Mapping[str, float]) -> Choice:
+        """What the policy picks now, `ahead_s` seconds of held work going first."""
+        event = request.event
         self._computing.expire(self._t)
         model = self._fleet.models[event.model]
         block_tokens = self._fleet.block_tokens(event.model)
@@ -229,7 +287,7 @@ class Router:
             computing=self._computing,
         )
         policy = self._policy(event.model)
-        found = look(endpoints=endpoints, priced=policy.priced)
+        found = look(endpoints=endpoints, priced=policy.priced, ahead_s=ahead_s)
         number = request.attempt.number + 1 if request.attempt is not None else 1
         ask = Ask(
             request=event.request,
@@ -249,6 +307,14 @@ class Router:
         if not policy.priced:
             # What is predicted of the pick is recorded beside what came, under any policy.
             found[pick] = look(endpoints=[endpoints[pick]])[0]
+        return Choice(ask, found, scores, pick)
+
+    def _commit(self, request: Request, endpoints: list[Endpoint], choice: Choice) -> None:
+        """Reserve, and have it sent."""
+        event = request.event
+        ask, found, scores, pick = choice
+        number = ask.attempt
+        model, policy = self._fleet.models[event.model], self._policy(event.model)
         self._count.decisions += 1
         decision = Decision(
             id=f"{self.config.gateway}-{self.config.gateway_epoch}-{self._count.decisions}",
@@ -270,6 +336,7 @@ class Router:
             self._decisions.popitem(last=False)
         attempt = Attempt(number, endpoints[pick], found[pick], decision.id)
         self._reserve(request, attempt)
+        self._gate.placed(request, attempt.endpoint, event.prompt_tokens - found[pick].reused_tokens, self._t)
         if policy.priced:
             lessons.placed(event.keys, model, endpoints, found, attempt, self._t)
         policy.placed(ask, endpoints[pick])
@@ -278,7 +345,36 @@ class Router:
                 request=event.request, attempt=number, endpoint=endpoints[pick].name, decision=decision.id
             )
         )
-        return True
+
+    # --- held requests ---
+
+    def _freed(self, endpoint: Endpoint) -> None:
+        """Something is over at `endpoint`, or was heard of it: it may take somebody who is held."""
+        for pool in self._gate.pools_of(endpoint):
+            self._serve(pool)
+
+    def _serve(self, pool: str) -> None:
+        due_t = self._gate.serve(pool, self._t, self._place_held)
+        if due_t is not None:
+            self._out.append(WakeAt(at=due_t))
+
+    def _place_held(self, held: Held, ahead_s: Mapping[str, float]) -> tuple[str, float, int] | None:
+        """Place a held request if its pick can begin soon. (pick, seconds until that can begin with another
+        one, uncached tokens); None if no endpoint may take it.
+        """
+        request = held.request
+        endpoints = self._fleet.candidates(request.event.model)
+        if not endpoints:
+            return None
+        choice = self._choose(request, endpoints, ahead_s)
+        endpoint, picked = endpoints[choice.pick], choice.picked
+        tokens = request.event.prompt_tokens - picked.reused_tokens
+        if self._gate.holds(picked):
+            self._gate.stays(held, choice.found, choice.pick)
+            return endpoint.name, picked.wait_s - ahead_s.get(endpoint.name, 0.0), tokens
+        self._gate.leave(request)
+        self._commit(request, endpoints, choice)
+        return endpoint.name, endpoint.begins_in_s(self._t), tokens
 
     def _policy(self, model: str) -> Policy:
         policy = self._policies.get(model)
@@ -297,6 +393,7 @@ class Router:
             kv_tokens=event.prompt_tokens,
             work_ns=round((start.prefill_s(new, reused) - start.a_s) * 1e9),
             streamed=event.stream,
+            priority=event.priority,
         )
         self._ledger.reserve(reservation, endpoint.load, endpoint.load, self._t)
         endpoint.dispatched += 1
@@ -320,8 +417,9 @@ class Router:
             endpoint.suspect = None
         self._grade(endpoint)
         for name, request in list(self._waiting.items()):
-            if request.event.model in endpoint.models and self._place(request):
-                del self._waiting[name]
+            if request.event.model in endpoint.models and self._place(request, may_hold=True):
+                self._waiting.pop(name, None)
+        self._freed(endpoint)
 
     def _follow_events(self, endpoint: Endpoint, event: EndpointUp) -> None:
         """Begin to follow its KV events, or take them up again."""
@@ -375,6 +473,7 @@ class Router:
                 policy.gone(endpoint.name)
         else:
             self._suspect(endpoint, event.cause, ask=False)
+        self._freed(endpoint)
 
     def _endpoint_suspect(self, event: EndpointSuspect) -> None:
         endpoint = self._endpoint(event.endpoint)
@@ -407,6 +506,7 @@ class Router:
             endpoint.unreachable_t = None
         self._hear_start(endpoint, event.process_start_s)
         endpoint.observe_load(event)
+        self._freed(endpoint)
 
     def _endpoint(self, name: str) -> Endpoint | None:
         endpoint = self._fleet.endpoints.get(name)
@@ -476,16 +576,26 @@ class Router:
     # --- time ---
 
     def _tick(self, event: Tick) -> None:
-        while self._waiting:
-            name, request = next(iter(self._waiting.items()))
-            if request.deadline_t > self._t:
-                break
-            self._refuse(name, 503, "rejected-no-endpoints", f"no endpoint serves {request.event.model} now")
+        for request in [r for r in self._waiting.values() if r.deadline_t <= self._t]:
+            self._refuse_without_endpoint(request)
+        for held in self._gate.expired(self._t):
+            request = held.request
+            if self._fleet.candidates(request.event.model):
+                waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
+                self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
+            else:
+                self._refuse_without_endpoint(request)
+        for pool in self._gate.pools():
+            self._serve(pool)
         for endpoint in self._fleet.endpoints.values():
             if endpoint.feed is not None:
                 step = endpoint.feed.sequence.tick(self._t)
                 if step != Step():
                     self._take(endpoint, step)
+
+    def _refuse_without_endpoint(self, request: Request) -> None:
+        why = f"no endpoint serves {request.event.model} now"
+        self._refuse(request.event.request, 503, "rejected-no-endpoints", why)
 
     # --- views ---
 
@@ -530,6 +640,9 @@ class Router:
             finished=dict(count.finished),
             requests_now=len(self._requests),
             waiting_now=len(self._waiting),
+            held_now=self._gate.held_now(),
+            saturation_now=self._gate.saturation(self._t),
+            jain_now=self._gate.jain(self._t),
             index_blocks_now=len(self._index),
             index_bytes_now=self._index.estimated_bytes,
             index_refused_blocks=self._index.refused_blocks,
@@ -543,6 +656,10 @@ class Router:
         loads.update({id(e.load): e.load for e in self._fleet.endpoints.values()})
         self._ledger.check_integrity(list(loads.values()))
         self._index.check_integrity()
+        self._gate.check_integrity()
+        held = sum(r.state is State.HELD for r in self._requests.values())
+        if held != self._gate.held:
+            raise SumibiError(f"router: {held} requests are held, the gate has {self._gate.held}")
         running = sum(r.state is State.RUNNING for r in self._requests.values())
         if running != len(self._ledger):
             raise SumibiError(f"router: {running} requests run, {len(self._ledger)} hold reservations")

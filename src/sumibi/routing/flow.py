@@ -1,0 +1,326 @@
+r"""Flow control: who waits, in which order, and for how long at most.
+
+A request is placed at once if its pick can begin with it soon; otherwise it is *held* here and its endpoint
+chosen when it leaves, by what is known then. So engines always have some seconds of work before them and
+never a long queue, whose order nobody could change any more.
+
+Order. Bands (one for each priority) are strict: the higher one first. Within a band by
+
+    turn = arrival + min(MOST_HANDICAP_S, (attained + waiting + own) / rate)
+
+attained: uncached tokens that the request's program had lately (`fairness`); waiting: those of its requests
+that are held already; own: what it has to compute itself; rate: tokens that the whole pool computes in a
+second. So a request stands behind those that arrive within the time that the pool worked for its program
+lately: least attained service, short before long, first come first served within a program. A turn never
+changes, so no request that comes more than MOST_HANDICAP_S later can ever pass it within the band, whatever
+its size or history.
+
+No band starves: once the oldest request held has waited AGED_AFTER_S it goes first, and AGED_SHARE of the
+tokens placed may be taken by such requests. Whoever waits longer than the band's limit is refused; a request
+can shorten that for itself.
+
+Homes. A held request has a home, the endpoint where it would go now, often because its prefix is there. What
+is held for a home counts as a wait there (`backlog_s`), as it would if it had been sent, so nobody takes a
+short queue at an engine for a short wait. It stays with its home until that would cost more than to go
+elsewhere; `advantage_s` is how many seconds of waiting that takes.
+
+At most so many requests and bytes wait in a band (bytes are estimated: BYTES_PER_TOKEN).
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from math import inf
+
+from sumibi.core.errors import SumibiError
+from sumibi.routing.config import BandLimits, RouterConfig
+from sumibi.routing.fairness import Attained
+from sumibi.routing.requests import Request
+
+MOST_HANDICAP_S = 30.0
+"""Half of the default time limit: fairness alone must not get a request refused."""
+AGED_AFTER_S = 30.0
+AGED_SHARE = 0.1
+BYTES_PER_TOKEN = 4
+"""Of a request's body: English text, which is what most of a prompt is."""
+MOST_TRIES = 8
+"""Requests priced anew at one event, those that leave not counted."""
+MOST_WALKED = 256
+"""Requests of a band looked at (not priced) at one event."""
+
+
+class Held:
+    """A request that waits here."""
+
+    __slots__ = (
+        "advantage_s",
+        "deadline_t",
+        "gone",
+        "home",
+        "number",
+        "queued_t",
+        "request",
+        "tokens",
+        "turn_t",
+        "work_ns",
+    )
+
+    def __init__(self, request: Request, queued_t: float, deadline_t: float) -> None:
+        self.request = request
+        self.queued_t = queued_t
+        self.deadline_t = deadline_t
+        self.turn_t = 0.0
+        self.number = 0
+        self.home = ""
+        self.tokens = 0
+        """Uncached ones, at its home."""
+        self.work_ns = 0
+        """To compute them there."""
+        self.advantage_s = inf
+        self.gone = False
+
+    @property
+    def priority(self) -> int:
+        """Of its band."""
+        return self.request.event.priority
+
+    @property
+    def bytes(self) -> int:
+        """Of its body, estimated."""
+        return self.request.event.prompt_tokens * BYTES_PER_TOKEN
+
+
+class Band:
+    """The held requests of one priority."""
+
+    __slots__ = ("backlog_ns", "bytes", "limits", "order")
+
+    def __init__(self, limits: BandLimits) -> None:
+        self.limits = limits
+        self.order: list[tuple[float, int, Held]] = []
+        """By turn, then by arrival."""
+        self.bytes = 0
+        self.backlog_ns: dict[str, int] = {}
+        """Home -> work that is held for it."""
+
+
+class _Program:
+    """The requests of a program that are held."""
+
+    __slots__ = ("last_turn_t", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.tokens = 0
+        self.last_turn_t = -inf
+
+
+class Flow:
+    """The queue before one pool of endpoints."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self.attained = Attained()
+        self.bytes = 0
+        self.wake_t = inf
+        """When the router asked to be woken for this queue."""
+        self._held: OrderedDict[str, Held] = OrderedDict()
+        """By request, the one held longest first."""
+        self._bands: dict[int, Band] = {}
+        """The highest priority first; only those with requests in them."""
+        self._programs: dict[str, _Program] = {}
+        self._deadlines: list[tuple[float, int, Held]] = []
+        """A heap; may hold some that left already."""
+        self._numbers = 0
+        self._aged_debt_tokens = 0.0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def limits(self, priority: int) -> BandLimits:
+        """Of the band for `priority`."""
+        return next((b for b in self._config.bands if b.priority == priority), self._config.other_bands)
+
+    def full(self, request: Request) -> bool:
+        """Whether its band takes no more."""
+        priority = request.event.priority
+        limits, band = self.limits(priority), self._bands.get(priority)
+        requests, held_bytes = (len(band.order), band.bytes) if band is not None else (0, 0)
+        needed = request.event.prompt_tokens * BYTES_PER_TOKEN
+        return requests >= limits.max_requests or held_bytes + needed > limits.max_bytes
+
+    def add(self, held: Held, rate_tokens_per_s: float) -> None:
+        """Hold a request whose home is known (`settle`)."""
+        program = self._programs.setdefault(held.request.program, _Program())
+        had = self.attained.tokens(held.request.program, held.queued_t) + program.tokens + held.tokens
+        turn_t = held.queued_t + min(MOST_HANDICAP_S, had / rate_tokens_per_s)
+        held.turn_t = program.last_turn_t = max(turn_t, program.last_turn_t)
+        program.requests += 1
+        program.tokens += held.tokens
+        self._numbers += 1
+        held.number = self._numbers
+        band = self._bands.get(held.priority)
+        if band is None:
+            band = self._bands[held.priority] = Band(self.limits(held.priority))
+            self._bands = dict(sorted(self._bands.items(), reverse=True))
+        insort(band.order, (held.turn_t, held.number, held))
+        band.bytes += held.bytes
+        self.bytes += held.bytes
+        band.backlog_ns[held.home] = band.backlog_ns.get(held.home, 0) + held.work_ns
+        self._held[held.request.event.request] = held
+        heappush(self._deadlines, (held.deadline_t, held.number, held))
+
+    def settle(self, held: Held, home: str, *, tokens: int, work_s: float, advantage_s: float) -> None:
+        """Its home is this endpoint now."""
+        work_ns = max(1, round(work_s * 1e9))
+        if held.number:
+            backlog_ns = self._bands[held.priority].backlog_ns
+            _lessen(backlog_ns, held.home, held.work_ns)
+            backlog_ns[home] = backlog_ns.get(home, 0) + work_ns
+            self._programs[held.request.program].tokens += tokens - held.tokens
+        held.home, held.tokens, held.work_ns, held.advantage_s = home, tokens, work_ns, advantage_s
+
+    def remove(self, request: str) -> Held | None:
+        """It leaves, whatever the reason. None if it is not here."""
+        held = self._held.pop(request, None)
+        if held is None:
+            return None
+        held.gone = True
+        band = self._bands[held.priority]
+        del band.order[bisect_left(band.order, (held.turn_t, held.number, held))]
+        band.bytes -= held.bytes
+        self.bytes -= held.bytes
+        _lessen(band.backlog_ns, held.home, held.work_ns)
+        if not band.order:
+            del self._bands[held.priority]
+        program = self._programs[held.request.program]
+        program.requests -= 1
+        program.tokens -= held.tokens
+        if not program.requests:
+            del self._programs[held.request.program]
+        if len(self._deadlines) > 2 * len(self._held) + 64:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
+            heapify(self._deadlines)
+        return held
+
+    def placed(self, tokens: int) -> None:
+        """Work was placed in its turn: so much less is owed for requests that went for their age."""
+        if self._aged_debt_tokens:
+            paid = (tokens + 1) * AGED_SHARE / (1 - AGED_SHARE)
+            self._aged_debt_tokens = max(0.0, self._aged_debt_tokens - paid)
+
+    def backlog_s(self, priority: int) -> dict[str, float]:
+        """Home -> seconds of work that are held for it, of this priority or a higher one."""
+        backlog: dict[str, float] = {}
+        for band_priority, band in self._bands.items():
+            if band_priority < priority:
+                break
+            for home, work_ns in band.backlog_ns.items():
+                backlog[home] = backlog.get(home, 0.0) + work_ns * 1e-9
+        return backlog
+
+    def turns(self) -> list[Held]:
+        """Held requests in the order of their turns, band by band: the first ones of each."""
+        return [held for band in self._bands.values() for _, _, held in islice(band.order, MOST_WALKED)]
+
+    def aged(self, t: float) -> Held | None:
+        """The one that may go before its turn: the oldest, if it waited long and nothing is owed."""
+        oldest = next(iter(self._held.values()), None)
+        if oldest is None or self._aged_debt_tokens or t - oldest.queued_t < AGED_AFTER_S:
+            return None
+        return oldest if oldest.priority < next(iter(self._bands)) else None
+
+    def serve(
+        self,
+        t: float,
+        begins_s: dict[str, float],
+        place: Callable[[Held, dict[str, float]], tuple[str, float, int] | None],
+    ) -> None:
+        """Something changed: let go whoever may go now.
+
+        `begins_s`: endpoint -> seconds until it can begin; it is brought up to date.
+        `place(held, ahead_s)` is asked to place a request, given the work that goes before it by home. It
+        answers with the pick, the wait there from now on and the uncached tokens; it has removed the request
+        if the wait was short enough, and else has settled it anew. None: nobody may take it now.
+        """
+        bound_s = self._config.hold_above_s
+        assert bound_s is not None
+        ahead_s: dict[str, float] = {}
+        tries = 0
+        aged, turns = self.aged(t), self.turns()
+        for held in turns if aged is None else [aged, *turns]:
+            if held.gone:
+                continue
+            soonest_s = min(begins_s.values(), default=inf)
+            if soonest_s >= bound_s or tries >= MOST_TRIES:
+                break
+            home_s = begins_s.get(held.home, inf) + ahead_s.get(held.home, 0.0)
+            if home_s < bound_s or home_s - soonest_s > held.advantage_s or held.home not in begins_s:
+                answer = place(held, ahead_s)
+                if answer is None:
+                    continue
+                pick, begins_s[pick], tokens = answer
+                if held.gone:
+                    if held is aged:
+                        self._aged_debt_tokens = tokens + 1.0
+                    else:
+                        self.placed(tokens)
+                    continue
+                tries += 1
+            if held is not aged:
+                ahead_s[held.home] = ahead_s.get(held.home, 0.0) + held.work_ns * 1e-9
+
+    def expired(self, t: float) -> Iterator[Held]:
+        """Those whose time is over by now. They stay until they are removed."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= t:
+            held = heappop(deadlines)[2]
+            if not held.gone:
+                yield held
+
+    def due_t(self, t: float, begins_s: dict[str, float]) -> float:
+        """When to look again if nothing happens before: a deadline, or an endpoint that gets near its end."""
+        while self._deadlines and self._deadlines[0][2].gone:
+            heappop(self._deadlines)
+        if not self._held:
+            return inf
+        deadline_t = self._deadlines[0][0]
+        bound_s = self._config.hold_above_s
+        assert bound_s is not None
+        busy = [wait_s - bound_s for wait_s in begins_s.values() if wait_s >= bound_s]
+        return min(deadline_t, t + max(min(busy), bound_s / 8)) if busy else deadline_t
+
+    def bands(self) -> Iterator[tuple[int, int, int]]:
+        """(priority, requests, bytes) of each band that has any, the highest first."""
+        for priority, band in self._bands.items():
+            yield priority, len(band.order), band.bytes
+
+    def check_integrity(self) -> None:
+        """Recount; raises SumibiError. For tests and idle time."""
+        inside = [held for band in self._bands.values() for _, _, held in band.order]
+        if sorted(h.number for h in inside) != [h.number for h in self._held.values()]:
+            raise SumibiError("flow: bands and the list by age differ")
+        found = (
+            self.bytes,
+            {name: (p.requests, p.tokens) for name, p in self._programs.items()},
+            {priority: (b.bytes, b.backlog_ns) for priority, b in self._bands.items()},
+        )
+        programs: dict[str, tuple[int, int]] = {}
+        bands: dict[int, tuple[int, dict[str, int]]] = {}
+        for held in inside:
+            requests, tokens = programs.get(held.request.program, (0, 0))
+            programs[held.request.program] = requests + 1, tokens + held.tokens
+            held_bytes, backlog_ns = bands.get(held.priority, (0, {}))
+            backlog_ns[held.home] = backlog_ns.get(held.home, 0) + held.work_ns
+            bands[held.priority] = held_bytes + held.bytes, backlog_ns
+        expected = (sum(held.bytes for held in inside), programs, bands)
+        if found != expected:
+            raise SumibiError(f"flow: requests say {expected}, counters say {found}")
+
+
+def _lessen(backlog_ns: dict[str, int], home: str, work_ns: int) -> None:
+    backlog_ns[home] -= work_ns
+    if not backlog_ns[home]:
+        del backlog_ns[home]
