@@ -18,7 +18,8 @@ from math import exp, log
 
 from sumibi.core.latency import LatencyModel
 
-BAND = log(8.0)
+MOST = 8.0
+BAND = log(MOST)
 """Factors stay within exp(±BAND) of the start."""
 CLIP = 1.0
 """An observation's log error counts up to this."""
@@ -33,16 +34,43 @@ OWN_DELAY = 20
 class Factors:
     """Log factors on the coefficients of a latency model, and how often they were taught."""
 
-    __slots__ = ("decode", "decode_lessons", "fixed", "lessons", "prefill_lessons", "work")
+    __slots__ = (
+        "decode",
+        "decode_factor",
+        "decode_lessons",
+        "fixed",
+        "fixed_factor",
+        "lessons",
+        "prefill_lessons",
+        "work",
+        "work_factor",
+    )
 
     def __init__(self) -> None:
         self.fixed = 0.0
         self.work = 0.0
         self.decode = 0.0
+        self.fixed_factor = self.work_factor = self.decode_factor = 1.0
+        """Exponentials of the three: taken when they change, not whenever an endpoint is priced."""
         self.prefill_lessons = 0
         self.decode_lessons = 0
         self.lessons = 0
         """Of both kinds: changes with every change of a factor."""
+
+    def teach_prefill(self, fixed: float, work: float) -> None:
+        """Add to the factors of prefills."""
+        self.fixed = _clip(self.fixed + fixed, BAND)
+        self.work = _clip(self.work + work, BAND)
+        self.fixed_factor, self.work_factor = exp(self.fixed), exp(self.work)
+        self.prefill_lessons += 1
+        self.lessons += 1
+
+    def teach_decode(self, decode: float) -> None:
+        """Add to the factor of decode steps."""
+        self.decode = _clip(self.decode + decode, BAND)
+        self.decode_factor = exp(self.decode)
+        self.decode_lessons += 1
+        self.lessons += 1
 
 
 class Learner:
@@ -78,9 +106,9 @@ class Learner:
         if self._seen == shared.lessons:
             return
         self._seen = shared.lessons
-        self.fixed_factor = exp(_clip(shared.fixed + own.fixed, BAND))
-        self.work_factor = exp(_clip(shared.work + own.work, BAND))
-        self.decode_factor = exp(_clip(shared.decode + own.decode, BAND))
+        self.fixed_factor = _within(shared.fixed_factor * own.fixed_factor)
+        self.work_factor = _within(shared.work_factor * own.work_factor)
+        self.decode_factor = _within(shared.decode_factor * own.decode_factor)
 
     def observe_prefill(self, actual_s: float, prefills: int, start_work_s: float) -> None:
         """`prefills` prefills whose work was `start_work_s` by the start's coefficients took `actual_s`."""
@@ -94,10 +122,7 @@ class Learner:
         for factors, rate in zip(
             (self._shared, self._own), _rates(self._shared.prefill_lessons), strict=True
         ):
-            factors.fixed = _clip(factors.fixed + rate * error * share, BAND)
-            factors.work = _clip(factors.work + rate * error * (1 - share), BAND)
-            factors.prefill_lessons += 1
-            factors.lessons += 1
+            factors.teach_prefill(rate * error * share, rate * error * (1 - share))
         self.sync()
 
     def observe_decode(self, actual_step_s: float, sequences: float, mean_context_tokens: float) -> None:
@@ -109,15 +134,17 @@ class Learner:
             return
         error = _clip(log(actual_step_s / (start_s * self.decode_factor)), CLIP)
         for factors, rate in zip((self._shared, self._own), _rates(self._shared.decode_lessons), strict=True):
-            factors.decode = _clip(factors.decode + rate * error, BAND)
-            factors.decode_lessons += 1
-            factors.lessons += 1
+            factors.teach_decode(rate * error)
         self.sync()
 
 
 def _rates(lessons: int) -> tuple[float, float]:
     """Learning rates of the shared and of the own factor, after so many lessons to the shared one."""
     return max(2.0 / (4.0 + lessons), SHARED_FLOOR), OWN_RATE * lessons / (lessons + OWN_DELAY)
+
+
+def _within(factor: float) -> float:
+    return factor if 1 / MOST < factor < MOST else min(max(factor, 1 / MOST), MOST)
 
 
 def _clip(x: float, limit: float) -> float:
