@@ -1,6 +1,7 @@
 """`sumibi replay`: figures that can be worked out by hand, files that it writes, mistakes that it names."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from sumibi.bench.replay import policies, replay, with_users, workload_of
 from sumibi.cli import main
 from sumibi.core.errors import ConfigError
 from sumibi.routing.policies import POLICIES
-from sumibi.sim.fleet import FleetSpec, parse
+from sumibi.sim.fleet import FleetSpec, Group, parse
 from sumibi.sim.workload import Workload
 
 FLEET = """\
@@ -177,6 +178,15 @@ def test_mistakes(
     Path("fleet.yaml").write_text(FLEET)
     assert main(["replay", "--fleet", "fleet.yaml", *words]) == code
     assert said in capsys.readouterr().err
+
+
+def test_the_page_has_a_fleet_that_is_one():
+    page = (Path(__file__).resolve().parents[2] / "docs/replay.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert parse(text).replicas == 4
+    named = re.findall(r"`([a-z_]+)`", page)
+    fields = set(FleetSpec.__struct_fields__) | set(Group.__struct_fields__)
+    assert fields - {"groups", "adapter_slots", "adapter_load_s", "kv_replay", "detect_s"} <= set(named)
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

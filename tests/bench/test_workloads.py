@@ -131,6 +131,12 @@ def test_agents_fork_reset_and_share(many: Workload):
     assert (len(prefixes), len(groups)) == (1, 8)
 
 
+def test_no_prompt_outgrows_the_context(many: Workload):
+    assert max(turn.prompt_tokens for _, turn in turns_of(many)) <= 400_000
+    small = generate("agents:sessions=20,context_tokens=100000")
+    assert 95_000 < max(turn.prompt_tokens for _, turn in turns_of(small)) <= 100_000
+
+
 def test_a_long_program():
     (session,) = program().sessions
     assert len(session.turns) == 3_000
@@ -226,6 +232,7 @@ def test_long_agents():
         ("w99", "no generator 'w99'; there are agents, program, w1"),
         ("w7:users=0", "w7: `users` must be a positive whole number, not '0'"),
         ("agents:people=3", "agents: unknown option 'people'; it can have sessions, users"),
+        ("agents:context_tokens=4096", "agents: `context_tokens` must be at least 50000, not 4096"),
         ("w1:users=3", "w1: unknown option 'users'; it has none"),
     ],
 )

@@ -10,10 +10,11 @@ tokens at p50 / p90, answers 230 / 921, turns 54 / 157, 2.2 % of turns break the
 prompt 14.8k) and llm-d's newer release (gap between turns 2 / 24 s, requests of a sub-agent group 7 / 51).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from sumibi.bench.workloads.history import History, Writer, bounded, lognormal, named
+from sumibi.core.errors import ConfigError
 from sumibi.sim.workload import Session, Workload
 
 
@@ -39,7 +40,7 @@ class AgentShape:
     resets: float = 0.022
     """Part of turns that go back to an earlier point."""
     context_tokens: int = 400_000
-    """Where a history is replaced by a summary."""
+    """A history that would be longer is replaced by a summary; a sub-agent ends."""
     summary_tokens: tuple[float, float] = (5_000, 9_000)
     fan_outs: float = 0.01
     """Part of main turns that start sub-agents."""
@@ -54,10 +55,22 @@ class AgentShape:
 
 
 def agents(
-    *, sessions: int = 64, users: int = 32, seed: int = 0, shape: AgentShape | None = None
+    *,
+    sessions: int = 64,
+    users: int = 32,
+    context_tokens: int | None = None,
+    seed: int = 0,
+    shape: AgentShape | None = None,
 ) -> Workload:
-    """A closed loop of `sessions` coding sessions. Equal arguments give equal workloads."""
+    """A closed loop of `sessions` coding sessions. Equal arguments give equal workloads.
+
+    `context_tokens` replaces the shape's: no prompt is longer.
+    """
     shape = shape or AgentShape()
+    if context_tokens is not None:
+        if context_tokens < 50_000:
+            raise ConfigError(f"agents: `context_tokens` must be at least 50000, not {context_tokens}")
+        shape = replace(shape, context_tokens=context_tokens)
     workload = Workload("agents", shape.block_tokens, users=users, names_sessions=True)
     for number in range(sessions):
         random = Random(f"agents {seed} {number}")
@@ -94,13 +107,13 @@ class _Author:
                 history.add(writer.fresh(), self.tokens(shape.input_tokens))
             if random.random() < shape.resets:
                 history = random.choice(points).fork()
-            elif history.tokens > shape.context_tokens:
-                history = preamble.fork().add(writer.fresh(), self.tokens(shape.summary_tokens))
-                points = [history.fork()]
             else:
                 points.append(history.fork())
                 del points[:-20]
             history.add(writer.fresh(), self.tokens(shape.input_tokens))
+            if history.tokens > shape.context_tokens:
+                history = preamble.fork().add(writer.fresh(), self.tokens(shape.summary_tokens))
+                points = [history.fork()]
 
     def fan_out(self, parent: History, after: int) -> int:
         """Several sub-agents at once; the turn that the parent waits for: the last of the longest."""
@@ -116,14 +129,16 @@ class _Author:
                 text = named(f"agents {self.seed} sub-agent tools")
                 history = writer.history().add(text, shape.agent_tool_tokens)
             previous = after
-            turns = bounded(lognormal(random, *shape.agent_turns), 1, 100)
-            for turn in range(turns):
+            turn = 0
+            for turn in range(bounded(lognormal(random, *shape.agent_turns), 1, 100)):
                 history.add(writer.fresh(), self.tokens(shape.input_tokens))
+                if history.tokens > shape.context_tokens:
+                    break
                 delay_s = self.gap_s() if turn else 0.0
                 output_tokens = self.tokens(shape.output_tokens)
                 previous = writer.ask(history, output_tokens, after=previous, delay_s=delay_s, agent=name)
-            if turns > longest:
-                longest, last = turns, previous
+            if turn >= longest:
+                longest, last = turn, previous
         return last
 
     def tokens(self, shape: tuple[float, float]) -> int:
