@@ -1,4 +1,4 @@
-"""`dynamo-kv`: the cost of NVIDIA Dynamo's KV router 1.6.1, in blocks. `dynamo-kv-agentic`: its agents' preset.
+"""`dynamo-kv`: the cost of NVIDIA Dynamo's KV router 1.6.1, in blocks; `dynamo-kv-agentic`: agents' preset.
 
     cost = prefill scale x max(0, prefill blocks - credit x matched blocks) + decode blocks
            + weight x requests running there,    the least wins (temperature 0)
