@@ -10,6 +10,7 @@ import pytest
 from sumibi.core.errors import ConfigError
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.events import EndpointUp, Signals
+from sumibi.routing.policies import POLICIES
 from sumibi.routing.recording import replay
 from sumibi.routing.router import Router
 from sumibi.sim import simulate, world
@@ -164,7 +165,7 @@ def test_equal_seeds_give_equal_runs_and_others_do_not():
     assert columns(first) != columns(other)
 
 
-@pytest.mark.parametrize("policy", ["cost", "round-robin", "least-loaded"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_log_of_a_run_replays_to_the_same_decisions(policy, monkeypatch):
     routers: list[Router] = []
 

@@ -86,8 +86,8 @@ class Memory:
         job.held = cache.pin(keys, on_device)
         new = len(keys) - on_device
         private = job.target - len(keys) * block
-        # A page more for everyone who decodes, or the newcomer would be thrown out again at once.
-        needed = new + ceil((private + (decoding + 1) * PAGE_TOKENS) / block)
+        # Beside the next token of everyone who decodes.
+        needed = new + ceil((private + PAGE_TOKENS + decoding) / block)
         if cache.capacity - self.in_use() < needed:
             cache.unpin(job.held)
             job.held = None

@@ -7,8 +7,8 @@ sequence ends or memory is used up; an arrival cuts it at the end of the step un
 
 Scheduling is that of engines in use: sequences that decode first, then prompts in the order they were
 admitted, then the waiting queue in order of arrival, as long as the step's token budget, a place in the
-batch and memory for the whole prompt last. When memory for output runs out, the sequence admitted last loses
-its place and is computed again later.
+batch and memory for the whole prompt last. When memory for the step's output runs out, the sequence admitted
+last loses its place and is computed again later; nobody is admitted in that step.
 
 Data-parallel ranks of one engine are replicas that step together (`join`): a step lasts as long as that of
 the slowest, and while one computes prompts the others' decodes advance one token a step.
@@ -201,6 +201,7 @@ class Replica:
         """Choose what the next phase computes here, and how long it would take this replica alone."""
         self._phase_s = t
         self._fetched(t)
+        preempted = self._preempt_for_output(t)
         chunks, times = self._chunks, self.times
         budget = self.group.chunk_tokens - self.sequences
         chunks_s = 0.0
@@ -211,7 +212,7 @@ class Replica:
             budget -= tokens
             chunks.append((job, tokens))
             chunks_s += times.chunk_s(tokens, job.computed)
-        while self.waiting and budget > 0 and self.running < self.group.max_sequences:
+        while self.waiting and not preempted and budget > 0 and self.running < self.group.max_sequences:
             job = self.waiting[0]
             if not self._admit(job, t):
                 break
@@ -221,7 +222,8 @@ class Replica:
                 budget -= tokens
                 chunks.append((job, tokens))
                 chunks_s += times.chunk_s(tokens, job.computed)
-        self._make_room(t)
+        block = self.memory.block_tokens
+        self.memory.evict(sum((job.computed + n) // block - job.computed // block for job, n in chunks))
         if chunks:
             self._phase_steps = 1
             self._step_s = times.step_s(chunks_s, self.sequences, self._contexts) * self._factor()
@@ -399,13 +401,12 @@ class Replica:
         steps = decoding[0][0] - self._steps
         return max(1, min(steps, self.memory.free_tokens() // self.sequences))
 
-    def _make_room(self, t: float) -> None:
-        """Preempt until a step's output fits, and evict what its chunks displace."""
+    def _preempt_for_output(self, t: float) -> bool:
+        """Preempt until a step's output fits. True if somebody had to go: then nobody is admitted."""
+        before = self.preemptions
         while self.memory.free_tokens() < self.sequences and self.running > 1:
             self._preempt(t)
-        block = self.memory.block_tokens
-        new = sum((job.computed + n) // block - job.computed // block for job, n in self._chunks)
-        self.memory.evict(new)
+        return self.preemptions > before
 
     def _preempt(self, t: float) -> None:
         """The job admitted last is thrown out: it is computed again, from what is still cached."""
@@ -415,7 +416,6 @@ class Replica:
             job.generated = self._generated(job)
             job.token_s = t
         self._leave(job)
-        self._chunks[:] = [(other, n) for other, n in self._chunks if other is not job]
         job.target = job.prompt_tokens + job.generated
         job.computed = 0
         job.state = WAITING
