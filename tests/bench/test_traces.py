@@ -290,7 +290,13 @@ def test_compressed(tmp_path: Path, open_file):
         (json.dumps(MOONCAKE[0] | {"hash_ids": [1 << 70, 1, 2]}), r"line 1: .*hash_ids"),
         (json.dumps(WEKA | {"requests": [request(0, 64, [])]}), r"line 1: a request of 64 tokens .* 1 are"),
         (json.dumps(WEKA | {"requests": [{"t": 0, "type": "q"}]}), r"line 1: Invalid value 'q'.*requests"),
+        (json.dumps(MOONCAKE[0] | {"output_length": -1}), r"line 1: Expected `int` >= 0.*output_length"),
         (json.dumps({"messages": [], "time": 1}), r"line 1: messages.*length"),
+        (json.dumps({"messages": [3], "time": 1}), r"line 1: messages\[0\]: a JSON object is needed"),
+        (
+            json.dumps({"prompt": "a", "time": 1, "usage": {"prompt_tokens": 1 << 60}}),
+            r"line 1: `usage.prompt_tokens` must be a whole number from 0 to 100000000",
+        ),
         (json.dumps({"prompt": "a", "time": "noon"}), r"line 1: `time` must be a number or ISO 8601"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", r"line 2: needs TIMESTAMP"),
     ],

@@ -123,7 +123,7 @@ def write_plot(path: Path, replayed: Sequence[Replayed]) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    columns = 3 if len(replayed) <= 6 else 4
+    columns = min(len(replayed), 3 if len(replayed) <= 6 else 4)
     rows = -(-len(replayed) // columns)
     height = 4.2 + rows * 2.4
     figure = plt.figure(figsize=(15, height), layout="constrained")

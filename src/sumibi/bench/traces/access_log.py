@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from sumibi.bench.traces.conversations import Asked, Conversations
-from sumibi.bench.traces.lines import trace_error
+from sumibi.bench.traces.lines import MAX_TOKENS, trace_error
 from sumibi.core.errors import BadRequest
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.prompts.chunks import BYTES_PER_TOKEN, chunk_keys
-from sumibi.prompts.dialects import PromptRequest, parse_request
+from sumibi.prompts.dialects import PromptKind, PromptRequest, parse_request
 from sumibi.sim.workload import Workload
 
 TIME = ("time", "timestamp", "ts", "start_time", "created", "arrival")
@@ -105,6 +105,8 @@ def _logged(path: Path, number: int, line: bytes) -> _Logged:
         raise trace_error(path, number, f"needs `messages` or `prompt`, in itself or in one of {_all(BODY)}")
     try:
         prompt = parse_request(where, msgspec.json.encode(body))
+        if prompt.kind is PromptKind.CHAT:
+            _ = prompt.messages  # are decoded now, while it is known which line they are from
     except BadRequest as cause:
         raise trace_error(path, number, str(cause)) from cause
     usage = _usage(path, number, record)
@@ -148,8 +150,9 @@ def _tokens(path: Path, number: int, usage: dict[str, Any], names: tuple[str, ..
     for name in names:
         value = usage.get(name)
         if value is not None:
-            if not isinstance(value, int) or value < 0:
-                raise trace_error(path, number, f"`usage.{name}` must be a whole number, not {value!r}")
+            if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+                wanted = f"must be a whole number from 0 to {MAX_TOKENS}"
+                raise trace_error(path, number, f"`usage.{name}` {wanted}, not {value!r}")
             return value
     return None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from sumibi.bench.traces.lines import trace_error
+from sumibi.bench.traces.lines import MAX_TOKENS, trace_error
 from sumibi.sim.workload import Session, Turn, Workload
 
 BLOCK_TOKENS = 64
@@ -37,8 +37,8 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
             prompt_tokens, output_tokens = int(row[1]), int(row[2])
         except (ValueError, IndexError) as cause:
             raise trace_error(path, number, f"needs {','.join(_COLUMNS)}: {cause}") from cause
-        if prompt_tokens < 1:
-            raise trace_error(path, number, "`ContextTokens` must be at least 1")
+        if not 1 <= prompt_tokens <= MAX_TOKENS or not 0 <= output_tokens <= MAX_TOKENS:
+            raise trace_error(path, number, f"tokens must be 1 to {MAX_TOKENS} (`GeneratedTokens` from 0)")
         begin = begin or when
         blocks = prompt_tokens // BLOCK_TOKENS
         turn = Turn(

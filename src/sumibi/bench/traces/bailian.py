@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sumibi.bench.traces.conversations import SessionBlocks
-from sumibi.bench.traces.lines import decode
+from sumibi.bench.traces.lines import BlockId, Clock, OutputTokens, PromptTokens, decode
 from sumibi.bench.traces.mooncake import one_turn
 from sumibi.sim.workload import Session, Workload
 
@@ -19,11 +19,11 @@ BLOCK_TOKENS = 16
 
 class _Request(msgspec.Struct):
     chat_id: int | str
-    timestamp: float
+    timestamp: Clock
     """Seconds."""
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    input_length: PromptTokens
+    output_length: OutputTokens
+    hash_ids: list[BlockId]
     parent_chat_id: int | str | None = None
     """-1 or nothing: the first turn."""
 

@@ -4,7 +4,7 @@ import gzip
 import lzma
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, Annotated, TypeVar, cast
 
 import msgspec
 
@@ -14,6 +14,16 @@ T = TypeVar("T")
 
 _MAX_LINE_BYTES = 256 * 1024 * 1024
 """A session of 3,000 turns with a million tokens each is one WEKA line of some 200 MB."""
+
+
+MAX_TOKENS = 100_000_000
+"""Of one prompt or answer; more is a mistake in the file, and would take the memory of this machine."""
+
+PromptTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+BlockId = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Clock = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+"""A time or duration, in whatever unit."""
 
 
 class TraceError(BadRequest):

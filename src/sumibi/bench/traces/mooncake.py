@@ -7,23 +7,24 @@ conversation is not said: each is a session of its own that starts at its record
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from sumibi.bench.traces.lines import decode, trace_error
+from sumibi.bench.traces.lines import BlockId, Clock, OutputTokens, PromptTokens, decode, trace_error
 from sumibi.sim.workload import Session, Turn, Workload
 
 BLOCK_TOKENS = 512
 
 
 class _Request(msgspec.Struct):
-    timestamp: float
+    timestamp: Clock
     """Milliseconds."""
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-    block_size: int = BLOCK_TOKENS
+    input_length: PromptTokens
+    output_length: OutputTokens
+    hash_ids: list[BlockId]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = BLOCK_TOKENS
     """Not in the published files; kvcache-simulator's dialect has it."""
 
 
@@ -45,7 +46,7 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
         if first_ms is None:
             first_ms = request.timestamp
             workload.block_tokens = size
-        if size != workload.block_tokens or size < 1:
+        if size != workload.block_tokens:
             raise trace_error(
                 path, number, f"`block_size` is {size}, the first line's {workload.block_tokens}"
             )
@@ -60,13 +61,10 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
 def one_turn(path: Path, number: int, ids: list[int], tokens: int, size: int) -> tuple[Turn, list[int]]:
     """A turn whose prompt has these global block ids (the last may be partial), and its keys."""
     full = tokens // size
-    if tokens < 1 or not full <= len(ids) <= -(-tokens // size):
+    if not full <= len(ids) <= -(-tokens // size):
         raise trace_error(path, number, f"`input_length` {tokens} needs {-(-tokens // size)} `hash_ids` of"
                           f" {size} tokens, not {len(ids)}")  # fmt: skip
-    try:
-        keys = [xxh3_64_intdigest(block.to_bytes(8, "little", signed=True)) for block in ids]
-    except OverflowError as cause:
-        raise trace_error(path, number, "`hash_ids` must be 64-bit integers") from cause
+    keys = [xxh3_64_intdigest(block.to_bytes(8, "little", signed=True)) for block in ids]
     turn = Turn(
         blocks=array("I", range(full)),
         tail=full if len(ids) > full else None,

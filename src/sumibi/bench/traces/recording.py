@@ -60,9 +60,9 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
             asked = open_requests[event.request]
             asked.end_s = last_s
             if event.output_tokens is not None:
-                asked.output_tokens = event.output_tokens
+                asked.output_tokens = max(event.output_tokens, 0)
             if event.prompt_tokens is not None:
-                asked.prompt_tokens = event.prompt_tokens
+                asked.prompt_tokens = max(event.prompt_tokens, 1)
     if len(set(sizes.values())) > 1:
         several = ", ".join(f"{model}: {size}" for model, size in sizes.items())
         raise trace_error(path, 0, f"has models with prompt blocks of different sizes ({several})")
@@ -70,7 +70,7 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
         raise trace_error(path, 0, "has no request in it")
     (size,) = set(sizes.values())
     for asked in conversations.asked:
-        del asked.keys[max(asked.prompt_tokens, 1) // size :]
+        del asked.keys[asked.prompt_tokens // size :]
     return conversations.workload("recording" if path.name == "events.jsonl" else path.stem, size)
 
 

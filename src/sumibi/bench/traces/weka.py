@@ -7,11 +7,12 @@ and share its ids. The format has no text. Optional in the data, so here: `api_t
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from sumibi.bench.traces.lines import decode, trace_error
+from sumibi.bench.traces.lines import BlockId, Clock, OutputTokens, PromptTokens, decode, trace_error
 from sumibi.sim.workload import Session, Turn, Workload
 
 MAX_GAP_S = 300.0
@@ -19,16 +20,16 @@ MAX_GAP_S = 300.0
 
 
 class _Entry(msgspec.Struct, tag_field="type"):
-    t: float
+    t: Clock
     """Seconds since the session's start, in a sub-agent since the sub-agent's."""
 
 
 class _Request(_Entry):
-    input_tokens: int = msgspec.field(name="in")
-    output_tokens: int = msgspec.field(name="out")
-    hash_ids: list[int]
-    api_time: float | None = None
-    think_time: float | None = None
+    input_tokens: PromptTokens = msgspec.field(name="in")
+    output_tokens: OutputTokens = msgspec.field(name="out")
+    hash_ids: list[BlockId]
+    api_time: Clock | None = None
+    think_time: Clock | None = None
     """Seconds between the end of the request before and this one."""
 
 
@@ -47,10 +48,10 @@ class _Subagent(_Entry, tag="subagent"):
 
 class _Session(msgspec.Struct):
     id: str
-    block_size: int
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     requests: list[_Plain | _Streamed | _Subagent]
-    tool_tokens: int = 0
-    system_tokens: int = 0
+    tool_tokens: OutputTokens = 0
+    system_tokens: OutputTokens = 0
 
 
 _decoder = msgspec.json.Decoder(_Session)
@@ -71,8 +72,6 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]], *, shared_prefix: bool 
     workload = Workload(path.name.partition(".")[0], 0, names_sessions=True)
     for number, line in lines:
         recorded = decode(_decoder, path, number, line)
-        if recorded.block_size < 1:
-            raise trace_error(path, number, f"`block_size` must be positive, not {recorded.block_size}")
         if workload.block_tokens not in (0, recorded.block_size):
             raise trace_error(path, number, f"`block_size` is {recorded.block_size}, others' is"
                               f" {workload.block_tokens}; read them as files of their own")  # fmt: skip
@@ -120,12 +119,7 @@ def _session(path: Path, number: int, recorded: _Session, shared_prefix: bool) -
         if not full <= len(entry.hash_ids) <= full + 1:
             raise trace_error(path, number, f"a request of {entry.input_tokens} tokens (`in`) has"
                               f" {len(entry.hash_ids)} `hash_ids`, {full} are allowed")  # fmt: skip
-        if entry.input_tokens < 1 or entry.output_tokens < 0:
-            raise trace_error(path, number, "`in` must be at least 1 and `out` at least 0")
-        try:
-            blocks = keys.blocks(entry.hash_ids[:full], main=not agent)
-        except OverflowError as cause:
-            raise trace_error(path, number, "`hash_ids` must be 64-bit integers") from cause
+        blocks = keys.blocks(entry.hash_ids[:full], main=not agent)
         turns.append(
             Turn(
                 blocks=blocks,
