@@ -7,11 +7,6 @@ from random import Random
 from sumibi.core.errors import ConfigError
 from sumibi.sim.workload import Session, Turn, Workload
 
-START_SPREAD_S = 600.0
-"""Users start one after another within this time, in even steps."""
-PAUSE_S = 30.0
-"""A user's, between two sessions."""
-
 
 class Playing:
     """A session under way."""
@@ -64,7 +59,7 @@ class Player:
         waiting = [s for s in workload.sessions if s.start_s is None]
         if waiting and not users:
             raise ConfigError(f"workload {workload.name!r} is played by users: say how many")
-        self._gap_s = workload.stage_gap_s
+        self._workload = workload
         self._stages: dict[int, list[Session]] = {}
         self._stage_left: dict[int, int] = {}
         for session in workload.sessions:
@@ -81,7 +76,7 @@ class Player:
     def begin(self) -> None:
         """Start what starts by itself: the users, and the first stage."""
         for user in range(min(self._users, len(self._queue))):
-            self._next_session(user * START_SPREAD_S / self._users)
+            self._next_session(user * self._workload.start_spread_s / self._users)
         self._next_stage(0.0)
 
     def over(self, t: float, playing: Playing, index: int) -> None:
@@ -92,12 +87,12 @@ class Player:
         session = playing.session
         if session.start_s is None:
             if not playing.left:
-                self._next_session(t + PAUSE_S)
+                self._next_session(t + self._workload.pause_s)
             return
         left = self._stage_left[session.stage] = self._stage_left[session.stage] - 1
         if not left:
             del self._stage_left[session.stage]
-            self._next_stage(t + self._gap_s)
+            self._next_stage(t + self._workload.stage_gap_s)
 
     def _follow(self, t: float, playing: Playing, index: int | None) -> None:
         for follower in playing.followers.get(index, ()):

@@ -67,6 +67,10 @@ class Workload:
     """Pause between two stages."""
     users: int | None = None
     """Closed loop: how many play it unless somebody says otherwise."""
+    start_spread_s: float = 600.0
+    """Closed loop: users start one after another within this time, in even steps."""
+    pause_s: float = 30.0
+    """Closed loop: a user's, between two sessions."""
     names_sessions: bool = False
     """Requests carry a session id, as those of coding agents do. Else no policy may know it."""
 

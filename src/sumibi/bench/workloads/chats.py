@@ -1,4 +1,7 @@
-"""Multi-turn workloads that llm-d publishes, each played by a number of users at once (closed loops)."""
+"""Multi-turn workloads that llm-d publishes, each played by a number of users at once (closed loops).
+
+Users are connections of a load client here: they begin within seconds, and make no pause between sessions.
+"""
 
 from collections.abc import Iterator
 from random import Random
@@ -13,7 +16,7 @@ def w7(*, users: int = 60, sessions: int | None = None, seed: int = 0) -> Worklo
     """Code generation: shared system 3,000 + 15-100k tokens of the session's own (uniform, mean 57.5k), 2-20
     turns (mean 6), 1,500 in and 800 out a turn; 10-100 users. `sessions`: three a user.
     """
-    workload = Workload("W7", BLOCK_TOKENS, users=users)
+    workload = _workload("W7", users)
     for random, writer in _sessions(workload, sessions or 3 * users, seed):
         history = writer.history().add(named("W7 system"), 3_000)
         history.add(writer.fresh(), random.randint(15_000, 100_000))
@@ -26,7 +29,7 @@ def w7(*, users: int = 60, sessions: int | None = None, seed: int = 0) -> Worklo
 
 def w8(*, users: int = 200, sessions: int | None = None, seed: int = 0) -> Workload:
     """Reasoning: system 250, 1,000 in, 8,000 out; 50-450 users. `sessions`, of one turn: four a user."""
-    workload = Workload("W8", BLOCK_TOKENS, users=users)
+    workload = _workload("W8", users)
     for _, writer in _sessions(workload, sessions or 4 * users, seed):
         history = writer.history().add(named("W8 system"), 250).add(writer.fresh(), 1_000)
         writer.ask(history, 8_000, max_tokens=8_000)
@@ -40,7 +43,7 @@ def w9(*, users: int = 40, requests_per_user: int = 20, seed: int = 0) -> Worklo
 
     Of a session as many turns are written as fit a user's requests; the user goes on with another.
     """
-    workload = Workload("W9", BLOCK_TOKENS, users=users)
+    workload = _workload("W9", users)
     left = users * requests_per_user
     for random, writer in _sessions(workload, left, seed):
         history = writer.history().add(named("W9 system"), 3_000)
@@ -64,7 +67,7 @@ def w9(*, users: int = 40, requests_per_user: int = 20, seed: int = 0) -> Worklo
 
 def w12(*, users: int = 128, sessions: int = 192, seed: int = 0) -> Workload:
     """Conversations behind one long system prompt: 49,152 tokens, 6 turns of 256 in and 256 out."""
-    workload = Workload("W12", BLOCK_TOKENS, users=users)
+    workload = _workload("W12", users)
     for _, writer in _sessions(workload, sessions, seed):
         history = writer.history().add(named("W12 system"), 49_152)
         after = None
@@ -72,6 +75,10 @@ def w12(*, users: int = 128, sessions: int = 192, seed: int = 0) -> Workload:
             history.add(writer.fresh(), 256)
             after = writer.ask(history, 256, after=after, max_tokens=256)
     return workload
+
+
+def _workload(name: str, users: int) -> Workload:
+    return Workload(name, BLOCK_TOKENS, users=users, start_spread_s=10.0, pause_s=0.0)
 
 
 def _own_system(random: Random) -> int:
