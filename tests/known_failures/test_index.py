@@ -88,7 +88,7 @@ def test_f14_all_maps_counted_a_token_in_blocks_of_1_costs_no_multiple():
     100 bytes), so twice that is the bound.
     """
     assert _bytes_a_token(1) <= 200
-    assert _bytes_a_token(16) <= 260 / 16 * 4
+    assert _bytes_a_token(16) <= 260 / 16
 
 
 @pytest.mark.xfail(
