@@ -176,6 +176,14 @@ def serve(
     policy: Annotated[
         str, typer.Option(help="How an engine is chosen; docs/policies.md lists the names.")
     ] = "cost",
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Priority of requests whose x-llm-d-inference-objective header has this word: NAME=PRIORITY,"
+            " higher is more urgent, others have 0. Repeat it for several.",
+            metavar="OBJECTIVE",
+        ),
+    ] = None,
     kv_events: Annotated[
         list[str] | None,
         typer.Option(
@@ -224,6 +232,7 @@ def serve(
     Then use http://127.0.0.1:8000/v1 as you would use one of the engines.
     """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi.gateway.options import GatewayOptions, engine_options
+    from sumibi.gateway.terms import objectives_of
 
     options = GatewayOptions(
         engines=engine_options(engine, kv_events or ()),
@@ -231,6 +240,7 @@ def serve(
         port=port,
         tokenizer=tokenizer,
         policy=policy,
+        objectives=objectives_of(objective or ()),
         admin_host=admin_host,
         admin_port=admin_port or None,
         admin_key=admin_key,

@@ -71,6 +71,10 @@ class Gateway(_Part):
         default=8080, ge=1, le=65535, description="admin door, on 127.0.0.1, needs the admin key"
     )
     policy: Policy = Field(default="cost", description="how a replica is chosen")
+    objectives: dict[str, int] = Field(
+        default_factory=dict,
+        description="priorities by the word in a request's `x-llm-d-inference-objective`; others have 0",
+    )
 
 
 class Stack(_Part):

@@ -7,7 +7,7 @@ OpenAI's clients expect. The body itself is never changed: an engine gets the cl
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -19,6 +19,7 @@ from sumibi.gateway.http1 import Connection, Exchange, Request
 from sumibi.gateway.prompting import ModelReader, ModelReaders
 from sumibi.gateway.shell import Shell
 from sumibi.gateway.tenants import Tenants
+from sumibi.gateway.terms import terms_of
 from sumibi.prompts.dialects import PromptRequest, parse_request
 from sumibi.prompts.keys import Prompt
 
@@ -59,6 +60,7 @@ class App:
         readers: ModelReaders,
         served: Served,
         tenants: Tenants,
+        objectives: Mapping[str, int],
         *,
         admin_key: str | None,
         render_metrics: Callable[[], bytes],
@@ -69,6 +71,7 @@ class App:
         self._readers = readers
         self._served = served
         self._tenants = tenants
+        self._objectives = objectives
         self._admin_key = admin_key.encode() if admin_key else None
         self._render_metrics = render_metrics
         self._reading: set[asyncio.Task[None]] = set()
@@ -97,6 +100,8 @@ class App:
         shell = self._shell
         started = shell.now()
         try:
+            tenant = self._tenants.of(request.named.get(b"authorization"))
+            terms = terms_of(request.named, tenant, self._objectives)
             asked = parse_request(path, request.body)
             reader = self._reader(asked)
             prompt = reader.read(asked, request.body_bytes)
@@ -111,7 +116,8 @@ class App:
             request,
             asked,
             request_id=self._request_id(request),
-            tenant=self._tenants.of(request.named.get(b"authorization")),
+            tenant=tenant,
+            terms=terms,
             counters=shell.metrics.model(asked.model),
             keep_authorization=not self._tenants.configured,
             explain=self._may_explain(request),

@@ -13,8 +13,8 @@ from typing import Protocol
 from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
 from sumibi.gateway.errors import error_body, error_event
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, Request, response_head
-from sumibi.gateway.metrics import ModelCounters
-from sumibi.gateway.session import session_of
+from sumibi.gateway.metrics import Metrics, ModelCounters, seconds
+from sumibi.gateway.terms import Terms
 from sumibi.gateway.upstream import Call
 from sumibi.prompts.dialects import PromptKind, PromptRequest
 from sumibi.prompts.keys import Prompt
@@ -54,10 +54,16 @@ _FAILURES = {
     FinishReason.SHUTDOWN: (503, "the gateway is shutting down"),
 }
 """(status, message): what clients are told; addresses of engines are none of their business."""
+_QUEUE_OUTCOMES = {
+    FinishReason.CLIENT_GONE: "rejected-context-cancelled",
+    FinishReason.SHUTDOWN: "rejected-shutting-down",
+}
 
 
 class Shell(Protocol):
     """What a completion needs around it; one implementation, `shell.Shell`."""
+
+    metrics: Metrics
 
     def now(self) -> float:
         """Seconds on the clock of all events."""
@@ -92,6 +98,7 @@ class Completion:
         *,
         request_id: str,
         tenant: str,
+        terms: Terms,
         counters: ModelCounters,
         keep_authorization: bool,
         explain: bool,
@@ -113,7 +120,7 @@ class Completion:
         self._shell = shell
         self._connection = connection
         self._target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
-        self._session = session_of(request.named, tenant)
+        self._terms = terms
         self._body = request.body
         self._one_zero = request.version == "1.0"
         self._forward = _forwarded(request, self._body, request_id, keep_authorization=keep_authorization)
@@ -123,6 +130,7 @@ class Completion:
         self._headers: list[Header] = []
         self._events: EventStream | None = None
         self._json: JsonAnswer | None = None
+        self._queued_t: float | None = None  # since when it waits for its first endpoint
         self._arrived = False  # the router knows of the request
         self._answered = False  # a byte of an answer went to the client
         self._ended = False  # its end, too
@@ -133,7 +141,7 @@ class Completion:
         """The prompt is known: let the router choose (unless the client left meanwhile)."""
         if self._over:
             return
-        asked, shell = self.asked, self._shell
+        asked, shell, terms = self.asked, self._shell, self._terms
         self.prompt_tokens = prompt.prompt_tokens
         self._arrived = True
         shell.tell(
@@ -145,13 +153,17 @@ class Completion:
                 prompt_tokens=prompt.prompt_tokens,
                 max_tokens=asked.max_tokens,
                 tenant=self.tenant,
-                session=self._session,
+                session=terms.session,
+                program=terms.program,
+                priority=terms.priority,
+                ttl_s=terms.ttl_s,
                 prompt_grade=PromptGrade(prompt.grade),
                 stream=asked.stream,
             )
         )
         if not self._over:
-            shell.tell(Admitted(t=shell.now(), request=self.id))
+            self._queued_t = shell.now()
+            shell.tell(Admitted(t=self._queued_t, request=self.id))
 
     def fail(self, status: int, body: bytes) -> None:
         """The request cannot be placed, by its fault or by ours: answer with an error."""
@@ -166,6 +178,8 @@ class Completion:
     def dispatch(self, instruction: Dispatch) -> None:
         """Send the request to the endpoint chosen."""
         shell = self._shell
+        if instruction.attempt == 1:
+            self._left_queue("dispatched")
         self.attempt = instruction.attempt
         self.endpoint = instruction.endpoint
         self.decision = instruction.decision
@@ -179,9 +193,9 @@ class Completion:
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Answer with an error: no endpoint will take the request."""
         self.refusal = reason
+        self._left_queue(reason)
         self._close(FinishReason.REFUSED, None)
-        dropped = [(name, reason.encode()) for name in DROPPED_HEADERS]
-        self._respond(status, error_body(status, message, code=reason), dropped)
+        self._respond(status, error_body(status, message, code=reason), _dropped(reason))
 
     # -- upstream.Sink
 
@@ -335,7 +349,9 @@ class Completion:
 
     def _respond_failure(self, reason: FinishReason) -> None:
         status, message = _FAILURES[reason]
-        self._respond(status, error_body(status, message, code=_code(reason)))
+        code = _code(reason)
+        headers = _dropped(code) if reason is FinishReason.SHUTDOWN else None
+        self._respond(status, error_body(status, message, code=code), headers)
 
     def _respond(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         self._connection.respond(
@@ -365,8 +381,16 @@ class Completion:
             )
         )
 
+    def _left_queue(self, outcome: str) -> None:
+        """It waited for its first endpoint no longer: because it has one, or for the reason given."""
+        if self._queued_t is not None:
+            queue_s = self._shell.metrics.queue_s
+            queue_s.setdefault(outcome, seconds()).observe(self._shell.now() - self._queued_t)
+            self._queued_t = None
+
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:
         self._over = True
+        self._left_queue(_QUEUE_OUTCOMES.get(reason, "failed"))
         self._shell.over(self, reason, usage)
 
     def _stop_call(self) -> None:
@@ -385,6 +409,10 @@ class Completion:
         # One event a token, the opening role event of a chat and the closing [DONE] aside.
         overhead = 2 if self.asked.kind is PromptKind.CHAT else 1
         return Usage(None, None, max(0, self._events.events - overhead), exact=False)
+
+
+def _dropped(reason: str) -> list[tuple[bytes, bytes]]:
+    return [(name, reason.encode()) for name in DROPPED_HEADERS]
 
 
 def _code(reason: FinishReason) -> str:

@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from sumibi.gateway.metrics import EndpointCounters, Histogram, Metrics, ModelCounters
-from sumibi.routing.views import Counters
+from sumibi.routing.counters import Counters, HeldNow
 
 
 class Snapshot(NamedTuple):
@@ -91,6 +91,14 @@ def _by_key(
     return lambda s: [((key,), count) for key, count in read(s).items()]
 
 
+def _held(read: Callable[[HeldNow], float]) -> Callable[[Snapshot], Samples]:
+    return lambda s: [((held.model, str(held.priority)), read(held)) for held in s.router.held_now]
+
+
+def _per_pool(read: Callable[[Counters], dict[str, float]]) -> Callable[[Snapshot], Samples]:
+    return lambda s: [((model,), value) for model, value in read(s.router).items()]
+
+
 _MODEL = ("model",)
 _ENDPOINT = ("endpoint",)
 
@@ -131,8 +139,22 @@ TABLE = (
         _by_key(lambda s: s.router.finished)),
     Row("sumibi_refusals_total", "Requests that the router refused, by reason.", "counter", ("reason",),
         _by_key(lambda s: s.router.refused)),
-    Row("sumibi_requests_waiting", "Requests that wait for an endpoint of their model.", "gauge", (),
-        _one(lambda s: s.router.waiting_now), "llm_d_epp_flow_control_queue_size"),
+    Row("sumibi_requests_waiting", "Requests whose model has no endpoint that is up.", "gauge", (),
+        _one(lambda s: s.router.waiting_now)),
+    # Flow control.
+    Row("sumibi_requests_held", "Requests held until an endpoint can begin soon.", "gauge",
+        ("model", "priority"), _held(lambda h: h.requests), "llm_d_epp_flow_control_queue_size"),
+    Row("sumibi_held_bytes", "Of their bodies, estimated from their tokens.", "gauge",
+        ("model", "priority"), _held(lambda h: h.bytes), "llm_d_epp_flow_control_queue_bytes"),
+    Row("sumibi_requests_held_total", "Requests that were not placed at once.", "counter", (),
+        _one(lambda s: s.router.held)),
+    Row("sumibi_queue_seconds", "Wait for a first endpoint, by what ended it.", "histogram", ("outcome",),
+        lambda s: [((outcome,), waited) for outcome, waited in s.metrics.queue_s.items()],
+        "llm_d_epp_flow_control_request_queue_duration_seconds"),
+    Row("sumibi_pool_saturation", "1 if no endpoint can begin soon; while requests are held.", "gauge",
+        _MODEL, _per_pool(lambda c: c.saturation_now), "llm_d_epp_flow_control_pool_saturation"),
+    Row("sumibi_programs_jain_index", "How evenly programs were served lately: 1/n to 1.", "gauge", _MODEL,
+        _per_pool(lambda c: c.jain_now), "llm_d_epp_program_aware_jains_fairness_index"),
     # What is known of caches.
     Row("sumibi_cached_tokens_predicted_total", "Cached tokens foreseen, of requests whose engine told.",
         "counter", (), _one(lambda s: s.router.predicted_cached_tokens)),

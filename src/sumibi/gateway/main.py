@@ -73,6 +73,7 @@ class Gateway:
             self.readers,
             self._served,
             Tenants.load(options.api_keys),
+            options.objectives,
             admin_key=self.admin_key,
             render_metrics=lambda: render(self.snapshot()),
         )

@@ -42,6 +42,11 @@ class Histogram:
         return rows
 
 
+def seconds() -> Histogram:
+    """For waits and durations."""
+    return Histogram(_SECONDS)
+
+
 class ModelCounters:
     """What is counted per model."""
 
@@ -110,6 +115,8 @@ class Metrics:
         self.endpoints: dict[str, EndpointCounters] = {}
         self.refused_requests: dict[str, int] = {}
         """Requests answered with an error before any placement (malformed, unknown model), by status."""
+        self.queue_s: dict[str, Histogram] = {}
+        """How long requests waited for their first endpoint, by what ended it."""
         self.keys_s = Histogram(_FINE_SECONDS)
         self.placement_s = Histogram(_FINE_SECONDS)
 

@@ -5,7 +5,7 @@ ConfigError naming the flag and the word at fault. Everything else is typed here
 again further in.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -61,6 +61,8 @@ class GatewayOptions:
     tokenizer: Path | None = None
     """Directory with tokenizer.json and chat template of the model served; None: found or asked for."""
     policy: str = "cost"
+    objectives: Mapping[str, int] = field(default_factory=dict)
+    """Priorities by the word that requests name in their objective header; any other word is 0."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = 8080
     """None: no admin door."""

@@ -67,6 +67,7 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
             *("--host", gateway.host, "--port", str(gateway.port)),
             *("--admin-port", str(gateway.admin_port)),
             *("--policy", gateway.policy),
+            *(part for word in gateway.objectives.items() for part in ("--objective", "{}={}".format(*word))),
             *(part for url in urls for part in ("--engine", url)),
             *(("--tokenizer", model_dir) if Path(model_dir).is_dir() else ()),
         ],

@@ -64,6 +64,11 @@ class Gate:
         bound_s = self._config.hold_above_s
         return self.on and bound_s is not None and pick.wait_s >= bound_s
 
+    def saturated(self, endpoints: Sequence[Endpoint], t: float) -> bool:
+        """Whether none of them could begin soon, whatever the request."""
+        bound_s = self._config.hold_above_s
+        return bound_s is not None and all(e.begins_in_s(t) >= bound_s for e in endpoints)
+
     def hold(
         self, request: Request, endpoints: Sequence[Endpoint], found: Sequence[Candidate], pick: int
     ) -> bool:

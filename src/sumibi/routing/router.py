@@ -579,12 +579,7 @@ class Router:
         for request in [r for r in self._waiting.values() if r.deadline_t <= self._t]:
             self._refuse_without_endpoint(request)
         for held in self._gate.expired(self._t):
-            request = held.request
-            if self._fleet.candidates(request.event.model):
-                waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
-                self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
-            else:
-                self._refuse_without_endpoint(request)
+            self._expired(held)
         for pool in self._gate.pools():
             self._serve(pool)
         for endpoint in self._fleet.endpoints.values():
@@ -592,6 +587,21 @@ class Router:
                 step = endpoint.feed.sequence.tick(self._t)
                 if step != Step():
                     self._take(endpoint, step)
+
+    def _expired(self, held: Held) -> None:
+        """A held request's time is over. If there are endpoints that could begin with something, it waited
+        for its own good, for the one that has its prefix: it goes there now and waits on.
+        """
+        request = held.request
+        endpoints = self._fleet.candidates(request.event.model)
+        if not endpoints:
+            self._refuse_without_endpoint(request)
+        elif self._gate.saturated(endpoints, self._t):
+            waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
+            self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
+        else:
+            self._gate.leave(request)
+            self._commit(request, endpoints, self._choose(request, endpoints, NOTHING_AHEAD))
 
     def _refuse_without_endpoint(self, request: Request) -> None:
         why = f"no endpoint serves {request.event.model} now"
