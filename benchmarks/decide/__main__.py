@@ -204,7 +204,12 @@ def _program(options: argparse.Namespace) -> list[report.Figure]:
         runs = [process.ask("program", number) for number in range(3)]
     print("program", runs[-1])
     figures = []
-    for part, name, unit in (("key_us", "key time", "µs"), ("index_bytes", "index bytes added", "bytes")):
+    parts = (
+        ("key_us", "key time", "µs"),
+        ("index_bytes", "index bytes added", "bytes"),
+        ("session_tips", "ends of conversations remembered", "of 50,000 at most"),
+    )
+    for part, name, unit in parts:
         early = statistics.median(run[f"early_{part}"] for run in runs)
         ratios = [run[f"late_{part}"] / run[f"early_{part}"] for run in runs]
         what = f"a turn of a program, {name}: around turn 3,000 / around turn 300 ({unit})"

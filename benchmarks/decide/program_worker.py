@@ -21,6 +21,7 @@ from sumibi.prompts.keys import PromptReader
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
 from sumibi.routing.index import BlockIndex
+from sumibi.routing.sessions import Programs
 
 TURNS, FORKS, RESETS = 3_000, 40, 5
 FORK_TURNS = 8
@@ -40,6 +41,8 @@ class Turn:
     key_us: float
     index_bytes: int
     """Added."""
+    session_tips: int
+    """Conversations' ends remembered, added."""
     blocks: int
     """Of the prompt."""
 
@@ -50,6 +53,7 @@ class Run:
 
     reader: PromptReader
     index: BlockIndex
+    programs: Programs
     rng: random.Random
     turns: list[Turn] = field(default_factory=list)
 
@@ -63,10 +67,13 @@ class Run:
         begun = time.process_time_ns()
         prompt = self.reader.read(parse_request("/v1/chat/completions", body))
         took = time.process_time_ns() - begun
-        before = self.index.estimated_bytes
-        self.index.add(0, None, prompt.keys)
-        added = self.index.estimated_bytes - before
-        self.turns.append(Turn(len(self.turns) + 1, forked, took / 1e3, added, len(prompt.keys)))
+        keys = prompt.keys
+        known = sum(blocks for blocks, _ in self.index.match(keys, len(keys), 1))
+        before, tips = self.index.estimated_bytes, len(self.programs)
+        self.programs.recognise(keys, known)
+        self.index.add(0, None, keys)
+        added, tips = self.index.estimated_bytes - before, len(self.programs) - tips
+        self.turns.append(Turn(len(self.turns) + 1, forked, took / 1e3, added, tips, len(keys)))
         messages.append({"role": "assistant", "content": self.words(ANSWER_WORDS)})
 
 
@@ -76,6 +83,7 @@ def _play() -> Run:
     run = Run(
         PromptReader(tokenizer, ChatTemplate.load(directory, tokenizer), block_tokens=content.BLOCK_TOKENS),
         BlockIndex(content.BLOCKS),
+        Programs(),
         random.Random(content.SEED),
     )
     run.index.new_holder()
@@ -110,6 +118,7 @@ def _make() -> tuple[Tasks, str]:
             turns = _around(run, last)
             results[f"{name}_key_us"] = statistics.median(turn.key_us for turn in turns)
             results[f"{name}_index_bytes"] = statistics.mean(turn.index_bytes for turn in turns)
+            results[f"{name}_session_tips"] = statistics.mean(turn.session_tips for turn in turns)
             results[f"{name}_blocks"] = turns[-1].blocks
         return results
 

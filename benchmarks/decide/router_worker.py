@@ -27,10 +27,12 @@ from sumibi.routing.router import Router
 REPEATS = 20
 DECISIONS = 500
 """In a round."""
-DECODING, PREFILLING = 12, 2
-"""Requests at each endpoint, on average, while decisions are timed."""
+DECODING, PREFILLING = 12.0, 0.5
+"""Requests at each endpoint, on average: half of the time it computes a prefill."""
+FILLING = round(1.5 * (DECODING + PREFILLING) * content.ENDPOINTS)
+"""Requests before the first that is timed."""
 STEP_S = 0.02
-"""Between arrivals."""
+"""Between arrivals: a prefill takes some 0.6 s then."""
 KV_TOKENS = 1_770_000
 LATENCY = LatencyModel(a_s=0.02, b_s=4.0e-5, q_s=2e-10, d0_s=0.02, d1_s=2e-4, d2_s=2e-9)
 """Of a large model on one node; what it is does not matter to the time of a decision."""
@@ -124,6 +126,8 @@ def _name(endpoint: int) -> str:
 
 def _make() -> tuple[Tasks, str]:
     held = content.make()
+    gc.collect()
+    gc.freeze()  # a gateway has no such lists for its collector to walk
     lab = Lab()
     for endpoint, parent, keys in content.stored(held):
         lab.store(_name(endpoint), parent, keys)
@@ -133,9 +137,7 @@ def _make() -> tuple[Tasks, str]:
     usual = content.prompts(held, content.SEED, 100, content.MATCH_BLOCKS)
     index = lab.router._index
     everyone = (1 << len(index.counts)) - 1
-    filling = content.prompts(
-        held, content.SEED + 1, (DECODING + PREFILLING) * content.ENDPOINTS, content.PROMPT_BLOCKS
-    )
+    filling = content.prompts(held, content.SEED + 1, FILLING, content.PROMPT_BLOCKS)
 
     def match(keys):
         return index.match(keys, content.MATCH_BLOCKS, everyone)

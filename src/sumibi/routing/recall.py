@@ -46,15 +46,19 @@ class Recall:
         if parent is not None:
             self._ends[parent] = None
             self._ends.move_to_end(parent)
+        gone: list[int] = []
         while len(self._parents) > self.limit_blocks:
-            self._forget_oldest()
+            self._forget_oldest(gone)
+        self._index.remove(self.holder, gone)
 
     def correct(self, keys: Sequence[int], cached_blocks: int) -> None:
         """The engine had only `cached_blocks` of these: it lost the next one, and all that is older."""
         if cached_blocks < len(keys):
             lost = keys[cached_blocks]
+            gone: list[int] = []
             while lost in self._parents:
-                self._forget_oldest()
+                self._forget_oldest(gone)
+            self._index.remove(self.holder, gone)
 
     def clear(self) -> None:
         """The endpoint lost everything."""
@@ -82,13 +86,16 @@ class Recall:
                 high = middle - 1
         return low
 
-    def _forget_oldest(self) -> None:
-        """Forget the block that was used longest ago; none if it is an end that has younger ones behind."""
+    def _forget_oldest(self, gone: list[int]) -> None:
+        """Forget the block that was used longest ago; none if it is an end that has younger ones behind.
+
+        It is noted in `gone`, for the index.
+        """
         oldest, _ = self._ends.popitem(last=False)
         if oldest in self._children:
             return
         parent = self._parents.pop(oldest)
-        self._index.remove(self.holder, (oldest,))
+        gone.append(oldest)
         if parent is None:
             return
         self._children[parent] -= 1
