@@ -102,6 +102,14 @@ def test_it_is_what_the_plain_rule_says(steps, limit):
         assert index.match(keys) == plain.match(keys)
 
 
+def test_turns_of_a_conversation_are_kept_once():
+    index = ApproximateIndex()
+    for turn in range(1, 300):
+        index.add("a", list(range(2 * turn)), LARGE)
+        index.add("a", list(range(2 * turn)), LARGE)  # sent again
+    assert sum(len(keys) for keys in index._caches["a"]._prompts.values()) == 2 * 299
+
+
 @pytest.mark.parametrize(
     ("block", "keys", "cap", "expected"),
     [

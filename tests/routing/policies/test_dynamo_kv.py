@@ -58,6 +58,8 @@ def test_the_preset_for_agents_weighs_prefill_matches_and_requests():
     it.endpoints["b"].load.inflight = 1
     # a: 4*10 + 10;  b: 4*max(0, 10 - 2*3) + 10 + 64
     assert it.scores(prompt(x=10), matched={"b": 3 * 16}) == {"a": 50.0, "b": 90.0}
+    # a credit beyond the prefill is lost: 4*max(0, 10 - 2*8) + 10 + 64
+    assert it.scores(prompt(x=10), matched={"b": 8 * 16})["b"] == 74.0
 
 
 def test_a_request_that_ends_before_its_first_byte_leaves_nothing_behind():

@@ -22,6 +22,13 @@ def test_more_than_three_tenths_of_the_prompt_must_match():
     assert it.scores(prompt(x=3, z=7)) == {"a": 0.0, "b": 3.0}
 
 
+def test_the_longest_match_wins():
+    it = desk("a", "b", "c")
+    for on, blocks in (("a", 4), ("b", 8), ("c", 6)):
+        it.place(prompt(x=4, **({"y": blocks - 4} if blocks > 4 else {})), on=on)
+    assert it.scores(prompt(x=4, y=5)) == {"a": 1.0, "b": 0.0, "c": 1.0}
+
+
 def test_the_share_is_of_the_whole_prompt_its_partial_block_included():
     it = desk("a", "b")
     it.place(prompt(x=3), on="b")
