@@ -15,7 +15,7 @@ TORCH := torch==2.13.0
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer bench-engine bench-decide clean
+.PHONY: help up down demo setup test lint newcomer bench-engine bench-decide bench-simulator clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -49,6 +49,9 @@ bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transf
 
 bench-decide: $(VENV)/installed-dev setup  ## what a decision and the index under it cost, one core
 	@$(BIN)/python -m benchmarks.decide $(if $(DYNAMO_PYTHON),--dynamo-python $(DYNAMO_PYTHON))
+
+bench-simulator: $(VENV)/installed-dev  ## is the simulator right (a published ladder) and fast
+	@$(BIN)/python -m benchmarks.simulator
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
