@@ -69,8 +69,11 @@ class Computing:
         found: dict[Endpoint, tuple[int, float]] = {}
         for endpoint, blocks, attempt, request in self._underway.reach(keys, length, have):
             owner = request.owner
-            computing = attempt.first_token_t is None and owner in attempt.life.prefills
-            found[endpoint] = (blocks, endpoint.prefill_left_s(t, owner) if computing else 0.0)
+            left_s = 0.0
+            if attempt.first_token_t is None and owner in attempt.life.prefills:
+                endpoint.learner.sync()
+                left_s = endpoint.prefill_left_s(t, owner)
+            found[endpoint] = (blocks, left_s)
         return found
 
     def _settle(self, request: Request, attempt: Attempt, t: float) -> None:
