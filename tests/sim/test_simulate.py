@@ -106,7 +106,7 @@ def test_a_queue_of_equal_prompts_waits_as_queueing_theory_says():
     service = MODEL.prefill_s(8192)
     for rho in (0.5, 0.8):
         random, t, times = Random(11), 0.0, []
-        for _ in range(4000):
+        for _ in range(3000):
             t += random.expovariate(rho / service)
             times.append(t)
         run = simulate(
@@ -131,7 +131,7 @@ def test_littles_law(monkeypatch):
 
     monkeypatch.setattr(world, "Router", Watched)
     random, t, times = Random(5), 0.0, []
-    for _ in range(4000):
+    for _ in range(3000):
         t += random.expovariate(4.0)
         times.append(t)
     run = simulate(

@@ -77,6 +77,8 @@ class Replica:
         self.fetching: list[tuple[float, int, Job]] = []
         """Heap of (when all has come, order, job)."""
         self.prefilling: dict[Job, None] = {}
+        self._admitted: dict[Job, None] = {}
+        """All that hold memory, in the order of their admission."""
         self._decoding: list[tuple[int, int, Job]] = []
         """Heap of (end step, order, job). An entry counts if the job decodes and ends then."""
         self.sequences = 0
@@ -146,15 +148,14 @@ class Replica:
 
         Data-parallel ranks are one process: the caller lets all peers die.
         """
-        lost = [*self.waiting, *(job for _, _, job in self.fetching), *self.prefilling]
-        lost += [job for end, _, job in self._decoding if job.state is DECODE and job.end_step == end]
-        lost = [job for job in lost if job.state is not OVER]
-        for job in lost:
+        lost = [*self.waiting, *(job for job in self._admitted if job.state is not HELD)]
+        for job in (*lost, *self._admitted):
             job.state = OVER
             job.held = None
         self.waiting.clear()
         self.fetching.clear()
         self.prefilling.clear()
+        self._admitted.clear()
         self._decoding.clear()
         self._chunks.clear()
         self.sequences = self._contexts = self._phase_steps = 0
@@ -323,6 +324,7 @@ class Replica:
                 self.adapters.release(job.adapter)
             return False
         ready_s = max(ready_s, fetched_s)
+        self._admitted[job] = None
         self._order += 1
         job.place = self._order
         if ready_s > t:
@@ -389,6 +391,7 @@ class Replica:
         self._drop(job, job.target + (job.state is HELD))
 
     def _drop(self, job: Job, context: int) -> None:
+        del self._admitted[job]
         self.memory.drop(job, context)
         if job.adapter:
             self.adapters.release(job.adapter)
@@ -410,8 +413,7 @@ class Replica:
 
     def _preempt(self, t: float) -> None:
         """The job admitted last is thrown out: it is computed again, from what is still cached."""
-        decoding: Sequence[Job] = [job for _, _, job in self._decoding if job.state is DECODE]
-        job = max([*decoding, *self.prefilling], key=lambda job: job.place)
+        job = next(job for job in reversed(self._admitted) if job.state in (DECODE, PREFILL))
         if job.state is DECODE:
             job.generated = self._generated(job)
             job.token_s = t

@@ -478,23 +478,23 @@ class World:
     def _scrape(self, t: float, _: object) -> None:
         """Read the metrics pages that are due. One that says what it said last is not told again."""
         for site in self.sites:
-            if t < site.scrape_next_s or not site.alive:
+            replica = site.replica
+            if replica.changed == site.scraped or t < site.scrape_next_s or not site.alive:
                 continue
             site.scrape_next_s = t + site.scrape_interval_s - 1e-9
-            replica, memory = site.replica, site.replica.memory
-            if replica.changed != site.scraped:
-                site.scraped = replica.changed
-                self._tell(
-                    Signals(
-                        t=t,
-                        endpoint=replica.name,
-                        scraped_t=t,
-                        running=replica.running,
-                        waiting=replica.queued,
-                        kv_usage=min(1.0, memory.in_use() / memory.cache.capacity),
-                        process_start_s=site.start_s,
-                    )
+            site.scraped = replica.changed
+            memory = replica.memory
+            self._tell(
+                Signals(
+                    t=t,
+                    endpoint=replica.name,
+                    scraped_t=t,
+                    running=replica.running,
+                    waiting=replica.queued,
+                    kv_usage=min(1.0, memory.in_use() / memory.cache.capacity),
+                    process_start_s=site.start_s,
                 )
+            )
         self._push(t + self._fleet.scrape_interval_s, self._scrape, None)
 
     # --- faults ---
