@@ -68,6 +68,8 @@ def test_f19_a_restart_leaves_no_phantom_blocks(replay, told_by):
     assert matched(lab, prompt(0, 2 * BLOCK)) == 2 * BLOCK
     if told_by == "process start":
         lab.tell(Signals, endpoint="e", scraped_t=lab.t, process_start_s=2.0)
+        assert [matched(lab, prompt(i, 2 * BLOCK)) for i in range(3)] == [0, 0, 0]
+        assert lab.view("e").epoch == 2
     publish(lab, new, P2)
     if replay:
         lab.replay("e", new, 0)

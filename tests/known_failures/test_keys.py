@@ -290,6 +290,8 @@ def test_f44_a_long_conversation_costs_what_a_turn_adds(checkpoint, monkeypatch)
         first = reader.read(chat(messages))
         assert 0 < counting.characters < 500
         assert first.prompt_tokens - first.reused_tokens < 200
+    stats = reader.stats()
+    assert (stats.whole, stats.seen, stats.grown, stats.mismatches) == (1, 5, 5, 0)
 
 
 async def test_f44_an_engine_is_asked_for_the_tokens_of_a_prompt_once(lab):

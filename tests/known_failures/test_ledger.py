@@ -116,7 +116,8 @@ def test_f11_a_request_of_ten_minutes_keeps_its_entry():
 
 
 @pytest.mark.parametrize("late", ["first token", "finish", "both"])
-def test_f12_a_late_release_after_a_flap_takes_nothing_from_the_new_life(late):
+@pytest.mark.parametrize("flap", ["removed", "restarted", "restarted, seen by a scrape"])
+def test_f12_a_late_release_after_a_flap_takes_nothing_from_the_new_life(flap, late):
     """L#1950, R#1739: an endpoint flaps; the requests of its old life are released from the new one's
     counter, which goes below zero.
     """
@@ -124,8 +125,11 @@ def test_f12_a_late_release_after_a_flap_takes_nothing_from_the_new_life(late):
     lab.up("a", process_start_s=1.0)
     for i in range(5):
         lab.ask(f"old{i}", prompt(i, 100))
-    lab.tell(EndpointDown, endpoint="a", cause="pod gone", removed=True)
-    lab.up("a", process_start_s=2.0)
+    if flap == "restarted, seen by a scrape":
+        lab.tell(Signals, endpoint="a", scraped_t=lab.t, process_start_s=2.0)
+    else:
+        lab.tell(EndpointDown, endpoint="a", cause="pod gone", removed=flap == "removed")
+        lab.up("a", process_start_s=2.0)
     lab.ask("new", prompt("new", 100))
     before = load(lab, "a")
     for i in range(5):
