@@ -228,3 +228,24 @@ async def test_f50_what_was_predicted_stands_beside_what_came(lab, tmp_path):
         page = (await it.ask("/metrics")).body.decode()
         assert f"sumibi_cached_tokens_predicted_total {7.0 * BLOCK}" in page
         assert "sumibi_cached_tokens_actual_total 4.0" in page
+
+
+async def test_f42_children_that_name_their_agent_are_charged_to_it(lab, tmp_path):
+    """R#2794 over HTTP: child agents with sessions of their own and the fairness id of their parent."""
+    async with lab() as it:
+        await it.engine()
+        gateway = await it.start(record=tmp_path / "record")
+        for session, fairness in (("1", "agent"), ("2", "agent"), ("3", "other"), ("4", None)):
+            headers = {"x-session-id": session}
+            if fairness is not None:
+                headers["x-llm-d-inference-fairness-id"] = fairness
+            assert (await it.ask(body=CHAT, headers=headers)).status == 200
+        await gateway.stop(1.0)
+        log = map(json.loads, (tmp_path / "record" / "events.jsonl").read_text().splitlines())
+        arrived = [event for event in log if event["type"] == "Arrived"]
+        sessions = [event["session"] for event in arrived]
+        programs = [event.get("program", "") for event in arrived]
+        assert len(set(sessions)) == 4
+        assert programs[0] == programs[1] != ""
+        assert programs[2] not in ("", programs[0])
+        assert programs[3] == ""  # its session counts

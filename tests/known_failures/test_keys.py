@@ -317,3 +317,31 @@ def test_f18_keys_of_chats_with_salts_do_not_meet(reader):
     ]
     assert len({key for each in keys for key in each}) == sum(map(len, keys)) > 0
     assert keys_of([1] * BLOCK) != keys_of([1] * BLOCK, salt="a")
+
+
+def test_f42_children_without_any_header_are_charged_to_their_parent():
+    """R#2794, the other half: child agents that name nothing, told by what their prompts go on with."""
+    lab = Lab(hold_above_s=1.0)
+    lab.up("e")
+    system = prompt("system", 4 * BLOCK)
+
+    def program(name, token_ids):
+        lab.arrive(name, token_ids)
+        whose = lab.router._requests[name].program
+        lab.finish(name, FinishReason.CLIENT_GONE)
+        return whose
+
+    def first(user):
+        return system + prompt(user, 4 * BLOCK)
+
+    def second(user):
+        return first(user) + prompt(f"{user} again", 4 * BLOCK)
+
+    parent = program("parent", first("a"))
+    assert program("parent, next turn", second("a")) == parent
+    children = [program(f"child{i}", second("a") + prompt(f"task{i}", 4 * BLOCK)) for i in range(20)]
+    assert set(children) == {parent}
+    grandchild = second("a") + prompt("task7", 4 * BLOCK) + prompt("deeper", 4 * BLOCK)
+    assert program("grandchild", grandchild) == parent
+    others = [program(f"user{i}", first(f"user{i}")) for i in range(20)]
+    assert len({*others, parent}) == 21
