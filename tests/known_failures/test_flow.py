@@ -226,21 +226,12 @@ def compete(programs, *, until_s=240.0):
     return served(fleet, {program: tokens for program, (_, tokens) in programs.items()})
 
 
-CAPPED = pytest.mark.xfail(
-    strict=True,
-    reason="flow.MOST_HANDICAP_S (30 s) is reached by every program with 35 % of the pool's work (what it had"
-    " fades by half in 60 s): two programs are first come first served, 2.4:1 here instead of 1:1",
-)
-
-
-@CAPPED
 def test_f42_fairness_counts_tokens_not_requests():
     """R#1182: fairness takes a request for a request, so long prompts get ten times the machine."""
     got = compete({"long": (10, 10_000), "short": (20, 1_000)})
     assert 0.8 < got["long"] / got["short"] < 1.25
 
 
-@CAPPED
 def test_f42_an_agent_s_children_are_charged_to_it():
     """R#2794: child agents with ids of their own multiply their parent's share."""
     programs = {"parent": (20, 4_000), "other": (4, 4_000)}

@@ -1,62 +1,109 @@
-"""How much of the fleet's work each program has had lately, in uncached prompt tokens.
+"""How much of a pool's work each program had lately: who is ahead of its fair share, and by how long.
 
-A program is an agent conversation together with its sub-agents. What it had fades by half every minute, so
-it is lately that counts: a program that was heavy an hour ago is as good as new. A request is charged when
-it is placed, with the tokens that it is expected to compute, and corrected at its end by what the engine
-says that it had cached.
+A program is an agent conversation together with its sub-agents. Each has a clock. Work that it gets moves
+the clock forward, by the time in which the program would be due that work: seconds of prefill, divided by
+its fair share of the pool (the work that the pool does in a second while requests wait for it, over the
+programs that wait). By how much the clock is ahead of the present is the program's *lead*. It ages by a
+second a second: who asks for no more than its share has none, whoever was away for a while starts anew.
 
-Programs are remembered as long as they are charged now and then: beyond a limit the one charged longest ago
-is forgotten, which is a program with next to nothing left.
+Work is that of uncached tokens only. It is charged when a request is placed, by what the request is expected
+to compute, and corrected at its end by what the engine says that it had cached.
+
+Beside that, the tokens themselves are kept for show, fading by half every minute.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 HALF_LIFE_S = 60.0
-"""Of what a program had. As llm-d's program-aware plugin has it."""
+"""Of the tokens that a program had and of what is remembered of the pool's rate. llm-d's value."""
 MOST_PROGRAMS = 10_000
+PRIOR_S = 5.0
+"""For so long the pool is taken to do nothing but prefills on all its endpoints."""
+
+
+class _Program:
+    __slots__ = ("clock_t", "tokens", "tokens_t")
+
+    def __init__(self) -> None:
+        self.clock_t = 0.0
+        self.tokens = 0.0
+        self.tokens_t = 0.0
 
 
 class Attained:
-    """Attained service of the programs of one pool of endpoints."""
+    """What the programs of one pool had. Beyond a limit the one charged longest ago is forgotten: of all
+    programs it has most likely no lead left.
+    """
 
     def __init__(self, most_programs: int = MOST_PROGRAMS) -> None:
         self._most = most_programs
-        self._programs: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Program -> (tokens, as of when), the one charged longest ago first."""
+        self._programs: OrderedDict[str, _Program] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def charge(self, program: str, tokens: float, t: float) -> None:
-        """It gets work: so many uncached tokens; a negative number gives back what was charged too much."""
-        self._programs[program] = (max(0.0, self.tokens(program, t) + tokens), t)
+    def charge(self, program: str, tokens: float, due_s: float, t: float) -> None:
+        """It gets work, which it is due in `due_s`; negative amounts give back what was too much."""
+        known = self._programs.get(program)
+        if known is None:
+            known = self._programs[program] = _Program()
+            if len(self._programs) > self._most:
+                self._programs.popitem(last=False)
         self._programs.move_to_end(program)
-        if len(self._programs) > self._most:
-            self._programs.popitem(last=False)
+        known.clock_t = max(known.clock_t, t) + due_s
+        known.tokens = max(0.0, known.tokens * _fade(t - known.tokens_t) + tokens)
+        known.tokens_t = t
 
-    def correct(self, program: str, charged: float, actual: float, since_t: float, t: float) -> None:
-        """What was charged at `since_t` was `actual` in truth: as if it had been charged then."""
+    def correct(self, program: str, tokens: float, due_s: float, since_t: float, t: float) -> None:
+        """At `since_t` it was charged so much too little (if negative: too much)."""
         if program in self._programs:
-            self.charge(program, (actual - charged) * _fade(t - since_t), t)
+            self.charge(program, tokens * _fade(t - since_t), due_s, t)
+
+    def lead_s(self, program: str, t: float) -> float:
+        """How far it is ahead of its share."""
+        known = self._programs.get(program)
+        return max(0.0, known.clock_t - t) if known is not None else 0.0
 
     def tokens(self, program: str, t: float) -> float:
-        """What it had lately."""
-        tokens, at = self._programs.get(program, (0.0, t))
-        return tokens * _fade(t - at)
+        """Uncached tokens that it had lately."""
+        known = self._programs.get(program)
+        return known.tokens * _fade(t - known.tokens_t) if known is not None else 0.0
 
     def jain(self, t: float) -> float:
-        """Jain's index of what programs had lately: 1 if all had the same, 1/n if one of n had all.
+        """Jain's index of these tokens: 1 if all programs had the same, 1/n if one of n had all.
 
         Programs with less than a token left do not count. 1 if there are none.
         """
-        shares = [tokens for tokens in self._all(t) if tokens >= 1.0]
+        shares = [tokens for name in self._programs if (tokens := self.tokens(name, t)) >= 1.0]
         squares = sum(x * x for x in shares)
         return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
-    def _all(self, t: float) -> Iterator[float]:
-        for tokens, at in self._programs.values():
-            yield tokens * _fade(t - at)
+
+class Rate:
+    """Work that a pool takes in a second while requests wait for it: its capacity, whatever limits it."""
+
+    def __init__(self) -> None:
+        self._work_s = 0.0
+        self._time_s = 0.0
+        self._at_t: float | None = None
+        """Until when the time is counted; None: nobody waits."""
+
+    def waiting(self, t: float, anybody: bool) -> None:
+        """Whether anybody waits from `t` on."""
+        if self._at_t is not None:
+            fade = _fade(t - self._at_t)
+            self._work_s *= fade
+            self._time_s = self._time_s * fade + t - self._at_t
+        self._at_t = t if anybody else None
+
+    def placed(self, work_s: float) -> None:
+        """Work was placed. It counts if anybody waits."""
+        if self._at_t is not None:
+            self._work_s += work_s
+
+    def per_s(self, endpoints: int) -> float:
+        """Seconds of prefill a second; as many as there are endpoints, until it was seen."""
+        return (self._work_s + PRIOR_S * endpoints) / (self._time_s + PRIOR_S)
 
 
 def _fade(elapsed_s: float) -> float:

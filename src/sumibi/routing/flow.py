@@ -6,17 +6,16 @@ never a long queue, whose order nobody could change any more.
 
 Order. Bands (one for each priority) are strict: the higher one first. Within a band by
 
-    turn = arrival + min(MOST_HANDICAP_S, (attained + waiting + own) / rate)
+    turn = arrival + min(MOST_HANDICAP_S, lead) + waiting / share
 
-attained: uncached tokens that the request's program had lately (`fairness`); waiting: those of its requests
-that are held already; own: what it has to compute itself; rate: tokens that the whole pool computes in a
-second. So a request stands behind those that arrive within the time that the pool worked for its program
-lately: least attained service, short before long, first come first served within a program. A turn never
-changes, so no request that comes more than MOST_HANDICAP_S later can ever pass it within the band, whatever
-its size or history.
+lead: seconds that the request's program is ahead of its fair share of the pool (`fairness`); waiting: work
+of its program that is held already; share: what a program gets in a second. So programs that had least go
+first, each of them first come first served, and a flood of requests of one program stands in the others' way
+no more than its share. A turn never changes: whoever comes MOST_HANDICAP_S later (and the time for what its
+program holds already) cannot pass it within the band any more, whatever its size or history.
 
 No band starves: once the oldest request held has waited AGED_AFTER_S it goes first, and AGED_SHARE of the
-tokens placed may be taken by such requests. Whoever waits longer than the band's limit is refused; a request
+work placed may be taken by such requests. Whoever waits longer than the band's limit is refused; a request
 can shorten that for itself.
 
 Homes. A held request has a home, the endpoint where it would go now, often because its prefix is there. What
@@ -36,7 +35,7 @@ from math import inf
 
 from sumibi.core.errors import SumibiError
 from sumibi.routing.config import BandLimits, RouterConfig
-from sumibi.routing.fairness import Attained
+from sumibi.routing.fairness import Attained, Rate
 from sumibi.routing.requests import Request
 
 MOST_HANDICAP_S = 30.0
@@ -62,7 +61,6 @@ class Held:
         "number",
         "queued_t",
         "request",
-        "tokens",
         "turn_t",
         "work_ns",
     )
@@ -74,10 +72,8 @@ class Held:
         self.turn_t = 0.0
         self.number = 0
         self.home = ""
-        self.tokens = 0
-        """Uncached ones, at its home."""
         self.work_ns = 0
-        """To compute them there."""
+        """To compute what is not cached, there."""
         self.advantage_s = inf
         self.gone = False
 
@@ -109,11 +105,11 @@ class Band:
 class _Program:
     """The requests of a program that are held."""
 
-    __slots__ = ("last_turn_t", "requests", "tokens")
+    __slots__ = ("last_turn_t", "requests", "work_ns")
 
     def __init__(self) -> None:
         self.requests = 0
-        self.tokens = 0
+        self.work_ns = 0
         self.last_turn_t = -inf
 
 
@@ -123,6 +119,7 @@ class Flow:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self.attained = Attained()
+        self.rate = Rate()
         self.bytes = 0
         self.wake_t = inf
         """When the router asked to be woken for this queue."""
@@ -134,7 +131,7 @@ class Flow:
         self._deadlines: list[tuple[float, int, Held]] = []
         """A heap; may hold some that left already."""
         self._numbers = 0
-        self._aged_debt_tokens = 0.0
+        self._aged_debt_s = 0.0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -151,14 +148,19 @@ class Flow:
         needed = request.event.prompt_tokens * BYTES_PER_TOKEN
         return requests >= limits.max_requests or held_bytes + needed > limits.max_bytes
 
-    def add(self, held: Held, rate_tokens_per_s: float) -> None:
-        """Hold a request whose home is known (`settle`)."""
+    def share_per_s(self, endpoints: int) -> float:
+        """Seconds of prefill that each program gets in a second, of those that wait."""
+        return self.rate.per_s(endpoints) / max(1, len(self._programs))
+
+    def add(self, held: Held, endpoints: int, t: float) -> None:
+        """Hold a request whose home is known (`settle`), before so many endpoints."""
+        self.rate.waiting(t, True)
         program = self._programs.setdefault(held.request.program, _Program())
-        had = self.attained.tokens(held.request.program, held.queued_t) + program.tokens + held.tokens
-        turn_t = held.queued_t + min(MOST_HANDICAP_S, had / rate_tokens_per_s)
-        held.turn_t = program.last_turn_t = max(turn_t, program.last_turn_t)
+        lead_s = min(MOST_HANDICAP_S, self.attained.lead_s(held.request.program, t))
+        handicap_s = lead_s + program.work_ns * 1e-9 / self.share_per_s(endpoints)
+        held.turn_t = program.last_turn_t = max(held.queued_t + handicap_s, program.last_turn_t)
         program.requests += 1
-        program.tokens += held.tokens
+        program.work_ns += held.work_ns
         self._numbers += 1
         held.number = self._numbers
         band = self._bands.get(held.priority)
@@ -172,17 +174,17 @@ class Flow:
         self._held[held.request.event.request] = held
         heappush(self._deadlines, (held.deadline_t, held.number, held))
 
-    def settle(self, held: Held, home: str, *, tokens: int, work_s: float, advantage_s: float) -> None:
+    def settle(self, held: Held, home: str, *, work_s: float, advantage_s: float) -> None:
         """Its home is this endpoint now."""
         work_ns = max(1, round(work_s * 1e9))
         if held.number:
             backlog_ns = self._bands[held.priority].backlog_ns
             _lessen(backlog_ns, held.home, held.work_ns)
             backlog_ns[home] = backlog_ns.get(home, 0) + work_ns
-            self._programs[held.request.program].tokens += tokens - held.tokens
-        held.home, held.tokens, held.work_ns, held.advantage_s = home, tokens, work_ns, advantage_s
+            self._programs[held.request.program].work_ns += work_ns - held.work_ns
+        held.home, held.work_ns, held.advantage_s = home, work_ns, advantage_s
 
-    def remove(self, request: str) -> Held | None:
+    def remove(self, request: str, t: float) -> Held | None:
         """It leaves, whatever the reason. None if it is not here."""
         held = self._held.pop(request, None)
         if held is None:
@@ -197,19 +199,21 @@ class Flow:
             del self._bands[held.priority]
         program = self._programs[held.request.program]
         program.requests -= 1
-        program.tokens -= held.tokens
+        program.work_ns -= held.work_ns
         if not program.requests:
             del self._programs[held.request.program]
+        if not self._held:
+            self.rate.waiting(t, False)
         if len(self._deadlines) > 2 * len(self._held) + 64:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
             heapify(self._deadlines)
         return held
 
-    def placed(self, tokens: int) -> None:
-        """Work was placed in its turn: so much less is owed for requests that went for their age."""
-        if self._aged_debt_tokens:
-            paid = (tokens + 1) * AGED_SHARE / (1 - AGED_SHARE)
-            self._aged_debt_tokens = max(0.0, self._aged_debt_tokens - paid)
+    def placed(self, work_s: float) -> None:
+        """Work was placed, from here or past it: so much less is owed for those that went for their age."""
+        self.rate.placed(work_s)
+        if self._aged_debt_s:
+            self._aged_debt_s = max(0.0, self._aged_debt_s - work_s * AGED_SHARE / (1 - AGED_SHARE))
 
     def backlog_s(self, priority: int) -> dict[str, float]:
         """Home -> seconds of work that are held for it, of this priority or a higher one."""
@@ -228,7 +232,7 @@ class Flow:
     def aged(self, t: float) -> Held | None:
         """The one that may go before its turn: the oldest, if it waited long and nothing is owed."""
         oldest = next(iter(self._held.values()), None)
-        if oldest is None or self._aged_debt_tokens or t - oldest.queued_t < AGED_AFTER_S:
+        if oldest is None or self._aged_debt_s or t - oldest.queued_t < AGED_AFTER_S:
             return None
         return oldest if oldest.priority < next(iter(self._bands)) else None
 
@@ -236,14 +240,14 @@ class Flow:
         self,
         t: float,
         begins_s: dict[str, float],
-        place: Callable[[Held, dict[str, float]], tuple[str, float, int] | None],
+        place: Callable[[Held, dict[str, float]], tuple[str, float, float] | None],
     ) -> None:
         """Something changed: let go whoever may go now.
 
         `begins_s`: endpoint -> seconds until it can begin; it is brought up to date.
         `place(held, ahead_s)` is asked to place a request, given the work that goes before it by home. It
-        answers with the pick, the wait there from now on and the uncached tokens; it has removed the request
-        if the wait was short enough, and else has settled it anew. None: nobody may take it now.
+        answers with the pick, the wait there from now on and the prefill's seconds; it has removed the
+        request if the wait was short enough, and else has settled it anew. None: nobody may take it now.
         """
         bound_s = self._config.hold_above_s
         assert bound_s is not None
@@ -261,12 +265,10 @@ class Flow:
                 answer = place(held, ahead_s)
                 if answer is None:
                     continue
-                pick, begins_s[pick], tokens = answer
+                pick, begins_s[pick], work_s = answer
                 if held.gone:
                     if held is aged:
-                        self._aged_debt_tokens = tokens + 1.0
-                    else:
-                        self.placed(tokens)
+                        self._aged_debt_s = work_s
                     continue
                 tries += 1
             if held is not aged:
@@ -304,14 +306,14 @@ class Flow:
             raise SumibiError("flow: bands and the list by age differ")
         found = (
             self.bytes,
-            {name: (p.requests, p.tokens) for name, p in self._programs.items()},
+            {name: (p.requests, p.work_ns) for name, p in self._programs.items()},
             {priority: (b.bytes, b.backlog_ns) for priority, b in self._bands.items()},
         )
         programs: dict[str, tuple[int, int]] = {}
         bands: dict[int, tuple[int, dict[str, int]]] = {}
         for held in inside:
-            requests, tokens = programs.get(held.request.program, (0, 0))
-            programs[held.request.program] = requests + 1, tokens + held.tokens
+            requests, work_ns = programs.get(held.request.program, (0, 0))
+            programs[held.request.program] = requests + 1, work_ns + held.work_ns
             held_bytes, backlog_ns = bands.get(held.priority, (0, {}))
             backlog_ns[held.home] = backlog_ns.get(held.home, 0) + held.work_ns
             bands[held.priority] = held_bytes + held.bytes, backlog_ns

@@ -70,7 +70,12 @@ class Gate:
         return bound_s is not None and all(e.begins_in_s(t) >= bound_s for e in endpoints)
 
     def hold(
-        self, request: Request, endpoints: Sequence[Endpoint], found: Sequence[Candidate], pick: int
+        self,
+        request: Request,
+        endpoints: Sequence[Endpoint],
+        found: Sequence[Candidate],
+        pick: int,
+        t: float,
     ) -> bool:
         """Take it in. False if its band is full."""
         flow = self._flow(self.pool(endpoints[0]))
@@ -79,7 +84,7 @@ class Gate:
         request.pool = self.pool(endpoints[0])
         held = Held(request, request.queued_t, request.queued_t + self.ttl_s(request))
         _settle(flow, held, found, pick)
-        flow.add(held, _rate_tokens_per_s(endpoints))
+        flow.add(held, len(endpoints), t)
         self.held += 1
         return True
 
@@ -87,25 +92,26 @@ class Gate:
         """It was looked at anew and is held on."""
         _settle(self._flows[held.request.pool], held, found, pick)
 
-    def leave(self, request: Request) -> bool:
+    def leave(self, request: Request, t: float) -> bool:
         """It waits no more. False if it did not wait here."""
         flow = self._flows.get(request.pool) if self.held else None
-        if flow is None or flow.remove(request.event.request) is None:
+        if flow is None or flow.remove(request.event.request, t) is None:
             return False
         self.held -= 1
         return True
 
-    def placed(self, request: Request, endpoint: Endpoint, uncached_tokens: int, t: float) -> None:
+    def placed(self, request: Request, endpoint: Endpoint, picked: Candidate, t: float) -> None:
         """It goes to `endpoint`: charge its program, instead of what an attempt before was charged."""
         if not self.on:
             return
         self._correct(request, 0, t)
         request.pool = self.pool(endpoint)
-        request.charged_tokens, request.charged_t = uncached_tokens, t
-        flow = self._flow(request.pool)
-        flow.attained.charge(request.program, uncached_tokens, t)
-        if self.held:
-            flow.placed(uncached_tokens)
+        flow, model = self._flow(request.pool), self._fleet.models[request.event.model]
+        request.charged_tokens = request.event.prompt_tokens - picked.reused_tokens
+        request.charged_s = picked.compute_s / flow.share_per_s(len(model.endpoints))
+        request.charged_t = t
+        flow.placed(picked.compute_s)
+        flow.attained.charge(request.program, request.charged_tokens, request.charged_s, t)
 
     def ended(self, request: Request, event: Finished) -> None:
         """It is over: what the engine says replaces what was charged."""
@@ -128,7 +134,7 @@ class Gate:
         self,
         pool: str,
         t: float,
-        place: Callable[[Held, dict[str, float]], tuple[str, float, int] | None],
+        place: Callable[[Held, dict[str, float]], tuple[str, float, float] | None],
     ) -> float | None:
         """Let go whoever may go now. Returns when to look again at the latest, if that was not asked yet."""
         flow = self._flows[pool]
@@ -189,11 +195,12 @@ class Gate:
         return [e for e in up if e.unreachable_t is None] or up
 
     def _correct(self, request: Request, actual_tokens: int, t: float) -> None:
-        flow = self._flows.get(request.pool)
-        if request.charged_tokens != actual_tokens and flow is not None:
-            attained, charged = flow.attained, request.charged_tokens
-            attained.correct(request.program, charged, actual_tokens, request.charged_t, t)
-            request.charged_tokens = actual_tokens
+        flow, charged = self._flows.get(request.pool), request.charged_tokens
+        if charged and charged != actual_tokens and flow is not None:
+            missing = actual_tokens - charged
+            due_s = request.charged_s * missing / charged
+            flow.attained.correct(request.program, missing, due_s, request.charged_t, t)
+            request.charged_tokens, request.charged_s = actual_tokens, request.charged_s + due_s
 
 
 def _settle(flow: Flow, held: Held, found: Sequence[Candidate], pick: int) -> None:
@@ -203,16 +210,6 @@ def _settle(flow: Flow, held: Held, found: Sequence[Candidate], pick: int) -> No
     flow.settle(
         held,
         home.endpoint,
-        tokens=held.request.event.prompt_tokens - home.reused_tokens,
         work_s=home.compute_s,
         advantage_s=min(others_s, default=inf) - (home.total_s - max(home.wait_s, home.pending_s)),
     )
-
-
-def _rate_tokens_per_s(endpoints: Sequence[Endpoint]) -> float:
-    """What these endpoints compute together, contexts being short."""
-    rate = 0.0
-    for endpoint in endpoints:
-        learner = endpoint.learner
-        rate += 1.0 / max(1e-9, learner.start.b_s * learner.work_factor)
-    return rate

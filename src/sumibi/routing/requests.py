@@ -59,6 +59,7 @@ class Request:
 
     __slots__ = (
         "attempt",
+        "charged_s",
         "charged_t",
         "charged_tokens",
         "deadline_t",
@@ -84,6 +85,8 @@ class Request:
         """Of endpoints, by the name of their model, that it was last held for or placed in."""
         self.charged_tokens = 0
         """To its program, at `charged_t`."""
+        self.charged_s = 0.0
+        """What that put its program's clock forward."""
         self.charged_t = 0.0
         self.attempt: Attempt | None = None
 

@@ -210,7 +210,7 @@ class Router:
 
     def _gave_up(self, request: Request, reason: FinishReason) -> None:
         """It is over; count it as refused if it never left its queue."""
-        if self._waiting.pop(request.event.request, None) is None and not self._gate.leave(request):
+        if self._waiting.pop(request.event.request, None) is None and not self._gate.leave(request, self._t):
             return
         dropped = _DROPPED.get(reason)
         if dropped is not None:
@@ -247,7 +247,7 @@ class Router:
         known = self._requests.pop(request, None)
         self._waiting.pop(request, None)
         if known is not None:
-            self._gate.leave(known)
+            self._gate.leave(known, self._t)
         self._count.refused[reason] = self._count.refused.get(reason, 0) + 1
         self._out.append(Refuse(request=request, status=status, reason=reason, message=message))
 
@@ -262,7 +262,7 @@ class Router:
         choice = self._choose(request, endpoints, ahead_s)
         if not may_hold or not self._gate.holds(choice.picked):
             self._commit(request, endpoints, choice)
-        elif self._gate.hold(request, endpoints, choice.found, choice.pick):
+        elif self._gate.hold(request, endpoints, choice.found, choice.pick, self._t):
             request.state = State.HELD
             self._count.held += 1
             self._serve(self._gate.pool(endpoints[0]))
@@ -336,7 +336,7 @@ class Router:
             self._decisions.popitem(last=False)
         attempt = Attempt(number, endpoints[pick], found[pick], decision.id)
         self._reserve(request, attempt)
-        self._gate.placed(request, attempt.endpoint, event.prompt_tokens - found[pick].reused_tokens, self._t)
+        self._gate.placed(request, attempt.endpoint, found[pick], self._t)
         if policy.priced:
             lessons.placed(event.keys, model, endpoints, found, attempt, self._t)
         policy.placed(ask, endpoints[pick])
@@ -358,9 +358,9 @@ class Router:
         if due_t is not None:
             self._out.append(WakeAt(at=due_t))
 
-    def _place_held(self, held: Held, ahead_s: Mapping[str, float]) -> tuple[str, float, int] | None:
+    def _place_held(self, held: Held, ahead_s: Mapping[str, float]) -> tuple[str, float, float] | None:
         """Place a held request if its pick can begin soon. (pick, seconds until that can begin with another
-        one, uncached tokens); None if no endpoint may take it.
+        one, seconds of its prefill); None if no endpoint may take it.
         """
         request = held.request
         endpoints = self._fleet.candidates(request.event.model)
@@ -368,13 +368,12 @@ class Router:
             return None
         choice = self._choose(request, endpoints, ahead_s)
         endpoint, picked = endpoints[choice.pick], choice.picked
-        tokens = request.event.prompt_tokens - picked.reused_tokens
         if self._gate.holds(picked):
             self._gate.stays(held, choice.found, choice.pick)
-            return endpoint.name, picked.wait_s - ahead_s.get(endpoint.name, 0.0), tokens
-        self._gate.leave(request)
+            return endpoint.name, picked.wait_s - ahead_s.get(endpoint.name, 0.0), picked.compute_s
+        self._gate.leave(request, self._t)
         self._commit(request, endpoints, choice)
-        return endpoint.name, endpoint.begins_in_s(self._t), tokens
+        return endpoint.name, endpoint.begins_in_s(self._t), picked.compute_s
 
     def _policy(self, model: str) -> Policy:
         policy = self._policies.get(model)
@@ -600,7 +599,7 @@ class Router:
             waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
             self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
         else:
-            self._gate.leave(request)
+            self._gate.leave(request, self._t)
             self._commit(request, endpoints, self._choose(request, endpoints, NOTHING_AHEAD))
 
     def _refuse_without_endpoint(self, request: Request) -> None:
