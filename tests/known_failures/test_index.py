@@ -191,13 +191,13 @@ class Endless:
 
     def __init__(self, policy):
         config = RouterConfig(
-            policy=policy, decisions_kept=20, recall_blocks=200, approximate_match_tokens=4096
+            policy=policy, decisions_kept=20, recall_blocks=100, approximate_match_tokens=4096
         )
         self.router = Router(config)
         self.t, self.number = 0.0, 0
         for name in ("a", "b"):
             self.tell(
-                EndpointUp, endpoint=name, models=[MODEL], kv_tokens=200 * BLOCK, engine_block_tokens=BLOCK
+                EndpointUp, endpoint=name, models=[MODEL], kv_tokens=100 * BLOCK, engine_block_tokens=BLOCK
             )
 
     def tell(self, event_type, **fields):
@@ -239,18 +239,18 @@ class Endless:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_f32_memory_is_flat_under_endless_distinct_prompts(policy, monkeypatch):
     """ps#687, ps#707, dyn#10774: the prefix tree grows with every prompt that was never seen before."""
-    monkeypatch.setattr(fleet, "HISTORY_BLOCKS", 400)
-    monkeypatch.setattr(sglang_cache_aware, "TREE_CHARACTERS", 200 * BLOCK * 4)
+    monkeypatch.setattr(fleet, "HISTORY_BLOCKS", 200)
+    monkeypatch.setattr(sglang_cache_aware, "TREE_CHARACTERS", 100 * BLOCK * 4)
     endless = Endless(policy)
-    endless.play(250)
+    endless.play(120)
     tracemalloc.start()
     try:
-        endless.play(150)  # what is traced replaces what was there before
+        endless.play(80)  # what is traced replaces what was there before
         before = endless.bytes()
-        endless.play(300)
+        endless.play(160)
         grown = endless.bytes() - before
     finally:
         tracemalloc.stop()
-    assert endless.router.counters().index_blocks_now <= 2 * 200
-    # 300 prompts of 10 blocks at 100 bytes a block would be 300 kB more.
+    assert endless.router.counters().index_blocks_now <= 2 * 100
+    # 160 prompts of 10 blocks at 100 bytes a block would be 160 kB more.
     assert grown < 40_000
