@@ -9,6 +9,7 @@ import msgspec
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import Event
 from sumibi.routing.recording import Started
+from sumibi.sim.calibration import calibrated
 from sumibi.sim.fleet import FleetSpec
 from sumibi.sim.histogram import Histogram
 from sumibi.sim.results import (
@@ -45,14 +46,15 @@ def simulate(
     seed             order of the sessions (0: as they come), noise, and how constants are wrong
     wrong_constants  the router is told coefficients off by a factor between 1/3 and 3
     noise            steps take up to this part more or less
-    config           the router's other settings (`policy` replaces the one in it)
+    config           the router's other settings (`policy` replaces the one in it); None: the defaults, with
+                     the baselines calibrated for the fleet as their authors do
     log              takes the events that the router was given, as `routing.recording` reads them
     progress         is told (requests over, requests in all) now and then
 
     Raises ConfigError for a policy that there is not, or a workload that does not go with the fleet.
     """
     users = users or workload.users
-    config = msgspec.structs.replace(config or RouterConfig(), policy=policy)
+    config = msgspec.structs.replace(config or calibrated(fleet), policy=policy)
     wall_s, cpu_s = perf_counter(), process_time()
     world = World(
         workload,
