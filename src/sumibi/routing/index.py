@@ -212,15 +212,12 @@ class BlockIndex:
         """
         at, held, parents, stretches = self._at, self._held, self._parent, self._keys
         levels: list[tuple[int, int]] = []
+        stretch = at.get(keys[0]) if length > 0 else None
+        if stretch is None or parents[stretch] != _NONE or stretches[stretch][0] != keys[0]:
+            return levels
         done, above = 0, _NONE
-        while done < length:
-            key = keys[done]
-            stretch = at.get(key)
-            if stretch is None or parents[stretch] != above:
-                break
+        while stretch is not None and parents[stretch] == above:
             blocks = stretches[stretch]
-            if blocks[0] != key:
-                break
             have = held[stretch] & holders
             if have != holders:
                 if done:
@@ -233,6 +230,10 @@ class BlockIndex:
                 done += _common(blocks, 0, keys, done, length)
                 break
             done, above = end, stretch
+            if done == length:
+                break
+            # Behind the end of one stretch a known block is the first of another: keys are chained.
+            stretch = at.get(keys[done])
         if done and holders:
             levels.append((done, holders))
         return levels
