@@ -12,7 +12,6 @@ from sumibi.bench.traces import read_all
 from sumibi.bench.workloads import generate, generator_of
 from sumibi.core.errors import ConfigError
 from sumibi.routing.policies import POLICIES
-from sumibi.sim.calibration import calibrated
 from sumibi.sim.fleet import FleetSpec
 from sumibi.sim.results import Run
 from sumibi.sim.simulate import simulate
@@ -103,7 +102,6 @@ def replay(
     tell = report or (lambda who, what, done: None)
     tell("bounds", "the tree of all prompts", None)
     bounds = BoundsOf(workload)
-    config = calibrated(fleet)
     tell("bounds", "the tree of all prompts", 1.0)
     replayed = []
     for name in names:
@@ -112,7 +110,7 @@ def replay(
         def progress(over: int, total: int, who: str = name, what: str = what) -> None:
             tell(who, what, over / total)
 
-        run = simulate(workload, fleet, policy=name, users=users, seed=seed, config=config, progress=progress)
+        run = simulate(workload, fleet, policy=name, users=users, seed=seed, progress=progress)
         tell(name, what, 1.0)
         replayed.append(Replayed(run, bounds.run(run.calls, fleet)))
     return replayed

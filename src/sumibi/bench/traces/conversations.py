@@ -53,6 +53,7 @@ class _Open:
     """A conversation that may go on."""
 
     blocks: SessionBlocks
+    began_s: float
     latest: Asked
     latest_blocks: int = 0
 
@@ -88,7 +89,7 @@ class Conversations:
                     priority=one.priority,
                 )
                 workload.sessions.append(session)
-                found = _Open(SessionBlocks(session), one)
+                found = _Open(SessionBlocks(session), one.start_s, one)
                 if one.conversation:
                     by_name[one.conversation] = found
             _append(found, one, usual)
@@ -112,7 +113,7 @@ def _append(found: _Open, one: Asked, usual_output_tokens: int) -> None:
     delay_s, offset_ms = 0.0, 0
     if session.turns:
         delay_s = one.start_s - (before.start_s if before.end_s is None else before.end_s)
-        offset_ms = session.turns[-1].offset_ms + round(1000 * (one.start_s - before.start_s))
+        offset_ms = round(1000 * (one.start_s - found.began_s))
     session.turns.append(
         Turn(
             blocks=found.blocks.blocks(one.keys),
