@@ -49,7 +49,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of each other priority."""
 
     max_index_blocks: int = 2_000_000
-    """Blocks in the index, all endpoints together; above it new ones are left out. One takes about 230
+    """Blocks in the index, all endpoints together; above it new ones are left out. One takes about 190
     bytes, the engine's hash for it included."""
     max_orphan_blocks: int = 10_000
     """Per endpoint: stored blocks kept although their parent is not known (yet)."""
