@@ -147,22 +147,28 @@ def _make() -> tuple[Tasks, str]:
             "blocks": sum(blocks * here.bit_count() for keys in usual + hot for blocks, here in match(keys))
         }
 
-    def decide(number: int) -> Results:
+    def decide(number: int, *, collector: bool = True) -> Results:
+        """Decisions; without the collector: it runs only between them."""
         some = content.prompts(held, content.SEED + 2 + number, DECISIONS, content.PROMPT_BLOCKS)
         gc.collect()
-        walls, cpu_ns = [], 0
+        walls, cpus = [], []
         for keys in some:
-            wall_ns, each_cpu_ns = lab.decide(keys)
+            if not collector:
+                gc.disable()
+            wall_ns, cpu_ns = lab.decide(keys)
+            gc.enable()
             walls.append(wall_ns)
-            cpu_ns += each_cpu_ns
+            cpus.append(cpu_ns)
             lab.go_on()
-        return spread_us(walls) | {"cpu_us": cpu_ns / len(some) / 1e3}
+        cpu = {f"cpu_{name}": value for name, value in spread_us(cpus).items()}
+        return spread_us(walls) | cpu
 
     tasks: Tasks = {
         "match usual": lambda _: each_us(match, usual * 2),
         "match hot": lambda _: each_us(match, hot * REPEATS),
         "reach": reach,
         "decide": decide,
+        "decide without collector": lambda number: decide(DECISIONS + number, collector=False),
     }
     first = tasks["reach"](0)
     for keys in filling:

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_lab import REPEATABLE
 
-from sumibi.routing.index import BLOCK_BYTES, JOINED_BLOCKS, BlockIndex
+from sumibi.routing.index import JOINED_BLOCKS, BlockIndex
 
 # A small forest: block key -> the block before it. Keys are not chained hashes here; the index does not care.
 PARENTS = {1: None, 2: 1, 3: 2, 4: 3, 5: 2, 6: 5, 7: None, 8: 7}
@@ -224,15 +224,16 @@ def test_more_than_64_holders_share_a_block(holders):
     assert index.match([1], 1, (1 << holders) - 1) == [(1, (1 << holders) - 1)]
 
 
-def test_an_entry_takes_about_what_is_estimated():
+@pytest.mark.parametrize("blocks", [1, 4, 100])
+def test_an_entry_takes_about_what_is_estimated(blocks):
     import tracemalloc
 
     tracemalloc.start()
     index = BlockIndex(1_000_000)
     holder = index.new_holder()
     before = tracemalloc.get_traced_memory()[0]
-    for start in range(0, 60_000, 100):
-        index.add(holder, None, [(start + i) * 0x9E3779B97F4A7C15 % 2**64 for i in range(100)])
+    for start in range(0, 60_000, blocks):
+        index.add(holder, None, [(start + i) * 0x9E3779B97F4A7C15 % 2**64 for i in range(blocks)])
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert taken / len(index) < 1.3 * BLOCK_BYTES
+    assert taken == pytest.approx(index.estimated_bytes, rel=0.3)
