@@ -85,6 +85,7 @@ class Rate:
     def __init__(self) -> None:
         self._work_s = 0.0
         self._time_s = 0.0
+        self._prior_s = PRIOR_S
         self._at_t: float | None = None
         """Until when the time is counted; None: nobody waits."""
 
@@ -93,6 +94,7 @@ class Rate:
         if self._at_t is not None:
             fade = _fade(t - self._at_t)
             self._work_s *= fade
+            self._prior_s *= fade
             self._time_s = self._time_s * fade + t - self._at_t
         self._at_t = t if anybody else None
 
@@ -103,7 +105,7 @@ class Rate:
 
     def per_s(self, endpoints: int) -> float:
         """Seconds of prefill a second; as many as there are endpoints, until it was seen."""
-        return (self._work_s + PRIOR_S * endpoints) / (self._time_s + PRIOR_S)
+        return (self._work_s + self._prior_s * endpoints) / (self._time_s + self._prior_s)
 
 
 def _fade(elapsed_s: float) -> float:

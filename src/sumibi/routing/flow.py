@@ -21,7 +21,9 @@ can shorten that for itself.
 Homes. A held request has a home, the endpoint where it would go now, often because its prefix is there. What
 is held for a home counts as a wait there (`backlog_s`), as it would if it had been sent, so nobody takes a
 short queue at an engine for a short wait. It stays with its home until that would cost more than to go
-elsewhere; `advantage_s` is how many seconds of waiting that takes.
+elsewhere; `advantage_s` is how many seconds of waiting that takes. The time that it waited already counts
+too: a home that gets nearer as predicted stays as good as it was, one that does not is given up after as
+much time as it was better by. So nobody waits for ever for what is always about to be better.
 
 At most so many requests and bytes wait in a band (bytes are estimated: BYTES_PER_TOKEN).
 """
@@ -44,6 +46,8 @@ AGED_AFTER_S = 30.0
 AGED_SHARE = 0.1
 BYTES_PER_TOKEN = 4
 """Of a request's body: English text, which is what most of a prompt is."""
+FINEST = 1 / 32
+"""Part of the bound by which a wake-up may be late, so that there are not too many of them."""
 MOST_TRIES = 8
 """Requests priced anew at one event, those that leave not counted."""
 MOST_WALKED = 256
@@ -245,7 +249,8 @@ class Flow:
         """Something changed: let go whoever may go now.
 
         `begins_s`: endpoint -> seconds until it can begin; it is brought up to date.
-        `place(held, ahead_s)` is asked to place a request, given the work that goes before it by home. It
+        `place(held, ahead_s)` is asked to place a request, given by what each endpoint's wait is longer for
+        it: the work that goes before it, and where nothing can begin soon the time that it waited. It
         answers with the pick, the wait there from now on and the prefill's seconds; it has removed the
         request if the wait was short enough, and else has settled it anew. None: nobody may take it now.
         """
@@ -261,8 +266,11 @@ class Flow:
             if soonest_s >= bound_s or tries >= MOST_TRIES:
                 break
             home_s = begins_s.get(held.home, inf) + ahead_s.get(held.home, 0.0)
-            if home_s < bound_s or home_s - soonest_s > held.advantage_s or held.home not in begins_s:
-                answer = place(held, ahead_s)
+            waited_s = t - held.queued_t
+            longer_s = home_s + waited_s - soonest_s
+            if home_s < bound_s or longer_s > held.advantage_s or held.home not in begins_s:
+                vain_s = {e: waited_s if begins >= bound_s else 0.0 for e, begins in begins_s.items()}
+                answer = place(held, {e: s + ahead_s.get(e, 0.0) for e, s in vain_s.items()})
                 if answer is None:
                     continue
                 pick, begins_s[pick], work_s = answer
@@ -292,7 +300,7 @@ class Flow:
         bound_s = self._config.hold_above_s
         assert bound_s is not None
         busy = [wait_s - bound_s for wait_s in begins_s.values() if wait_s >= bound_s]
-        return min(deadline_t, t + max(min(busy), bound_s / 8)) if busy else deadline_t
+        return min(deadline_t, t + max(min(busy), bound_s * FINEST)) if busy else deadline_t
 
     def bands(self) -> Iterator[tuple[int, int, int]]:
         """(priority, requests, bytes) of each band that has any, the highest first."""

@@ -258,7 +258,11 @@ class Router:
         endpoints = self._fleet.candidates(request.event.model, excluded)
         if not endpoints:
             return False
-        ahead_s = self._gate.ahead_s(request, endpoints) if may_hold else NOTHING_AHEAD
+        ahead_s = NOTHING_AHEAD
+        if may_hold:
+            # Those who wait already go first, if there is room for them by now.
+            self._freed(endpoints[0])
+            ahead_s = self._gate.ahead_s(request, endpoints)
         choice = self._choose(request, endpoints, ahead_s)
         if not may_hold or not self._gate.holds(choice.picked):
             self._commit(request, endpoints, choice)
