@@ -32,7 +32,7 @@ class Blocks:
         self.capacity = capacity
         self.link = link
         """Over which they are read."""
-        self._blocks: dict[int, None] = {}
+        self._blocks: OrderedDict[int, None] = OrderedDict()
         self.removed: list[int] = []
         """Keys dropped for lack of room since the caller last emptied this list."""
 
@@ -46,11 +46,12 @@ class Blocks:
         """Blocks in the order of a chain: the deepest is the oldest. What is there already is young again."""
         blocks = self._blocks
         for key in reversed(keys):
-            blocks.pop(key, None)
-            blocks[key] = None
+            if key in blocks:
+                blocks.move_to_end(key)
+            else:
+                blocks[key] = None
         while len(blocks) > self.capacity:
-            oldest = next(iter(blocks))
-            del blocks[oldest]
+            oldest, _ = blocks.popitem(last=False)
             self.removed.append(oldest)
 
     def match(self, keys: Sequence[int], start: int, end: int) -> int:
