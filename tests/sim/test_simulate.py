@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from sumibi.core.errors import ConfigError
+from sumibi.core.errors import ConfigError, SumibiError
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.events import EndpointUp, Signals
 from sumibi.routing.policies import POLICIES
@@ -80,6 +80,26 @@ def test_every_request_ends_once_and_every_token_is_accounted_for():
         assert calls.arrival_s[i] <= calls.dispatch_s[i] < calls.first_s[i] <= calls.end_s[i]
         assert calls.cached_tokens[i] <= (calls.prompt_tokens[i] - 1) // BLOCK * BLOCK
         assert calls.prompt_tokens[i] - calls.cached_tokens[i] >= calls.unavoidable_tokens[i]
+
+
+def test_one_after_another_hit_whatever_was_there_before():
+    # Room for all, and no two requests at once: what an infinite cache would find, to the token.
+    run = simulate(talks(30, 6), fleet(1, kv_tokens=5_000_000), users=1)
+    calls = run.calls
+    for i in range(len(calls)):
+        assert calls.prompt_tokens[i] - calls.cached_tokens[i] == calls.unavoidable_tokens[i]
+    assert run.summary.token_hit_rate == pytest.approx(run.summary.bound_token_hit_rate)
+
+
+def test_a_run_in_which_nothing_moves_is_ended():
+    class Deaf(Router):
+        def handle(self, event):
+            return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "Router", Deaf)
+        with pytest.raises(SumibiError, match="nothing moves"):
+            simulate(talks(1, 1), fleet(1), users=1)
 
 
 def test_a_turn_follows_the_end_of_the_one_before():

@@ -12,7 +12,7 @@ from random import Random
 
 import msgspec
 
-from sumibi.core.errors import ConfigError
+from sumibi.core.errors import ConfigError, SumibiError
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import (
@@ -47,6 +47,8 @@ WRONG_BY = 3.0
 """Wrong constants are off by a factor between 1/3 and 3, even on a logarithmic scale."""
 REPLAY_S = 0.02
 """From the request for missed KV events to the answer."""
+STALLED_S = 7_200.0
+"""Virtual time in which no step of any replica ends although requests are open: a bug, ours or a policy's."""
 _PROGRESS_EVERY = 64
 
 
@@ -152,6 +154,8 @@ class World:
         self._heap: list[tuple[float, int, Callable[[float, object], None], object]] = []
         self._pushed = 0
         self._calls_made = 0
+        self._moved_s = 0.0
+        """When something happened last that was no clock's doing."""
         self._open: dict[str, Call] = {}
         self._seen: set[int] = set()
         """Keys of all prompts so far."""
@@ -251,6 +255,7 @@ class World:
         turn = session.turns[index]
         keys = playing.prompt_keys(turn)
         self._calls_made += 1
+        self._moved_s = t
         call = Call(f"r{self._calls_made}", playing, index, keys, t)
         self._open[call.name] = call
         call.unavoidable_tokens = turn.prompt_tokens - self._known(keys, turn.prompt_tokens)
@@ -333,6 +338,7 @@ class World:
             what.armed_s = inf
         if what.replica.due_s != t:
             return
+        self._moved_s = t
         what.replica.advance(t)
         for site in what.peers:
             replica = site.replica
@@ -477,6 +483,8 @@ class World:
 
     def _scrape(self, t: float, _: object) -> None:
         """Read the metrics pages that are due. One that says what it said last is not told again."""
+        if self._open and t - self._moved_s > STALLED_S:
+            raise SumibiError(f"nothing moves since {self._moved_s:.0f} s: {next(iter(self._open))} is open")
         for site in self.sites:
             replica = site.replica
             if replica.changed == site.scraped or t < site.scrape_next_s or not site.alive:
