@@ -233,7 +233,8 @@ def test_each_replica_has_cores_of_its_own_while_there_are_enough(replicas, each
 
 
 def test_the_plan_runs_the_commands_a_user_would_type(tmp_path):
-    stack = load_stack(None, {("engines", "kv_blocks"): 225, ("gateway", "policy"): "round-robin"})
+    gateway = {"policy": "round-robin", "objectives": {"critical": 100, "batch": -10}}
+    stack = load_stack(None, {("engines", "kv_blocks"): 225, ("gateway",): gateway})
     plan = plan_stack(stack, model_dir="/models/smollm2", state_dir=tmp_path, cores=[0, 1])
     engine, _, door = plan.children
     assert engine.argv[1:4] == ["-m", "sumibi", "engine"]
@@ -243,6 +244,8 @@ def test_the_plan_runs_the_commands_a_user_would_type(tmp_path):
     assert events["endpoint"] == f"ipc://{tmp_path}/kv-0.sock"
     assert door.argv.count("--engine") == 2
     assert door.argv[door.argv.index("--policy") + 1] == "round-robin"
+    at = door.argv.index("--objective")
+    assert door.argv[at : at + 4] == ["--objective", "critical=100", "--objective", "batch=-10"]
     assert (plan.model, plan.url) == ("smollm2", "http://127.0.0.1:8000")
 
 

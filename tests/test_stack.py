@@ -59,6 +59,10 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
         ("engines: 2\n", "line 1: engines is 2: it must be a mapping (count, cores_each, first_port,"),
         ("gateway:\n  port: 8002\n", "engines.first_port and gateway.port both take port 8002"),
         ("engines:\n  first_port: 65535\n", "engines.first_port leads to port 65536: 65535 is the last"),
+        (
+            "gateway:\n  objectives:\n    critical: high\n",
+            "line 3: gateway.objectives.critical is 'high': input should be a valid integer",
+        ),
         ("- a\n", "must be a mapping of keys"),
         ("model: [\n", "is not YAML"),
     ],

@@ -53,12 +53,15 @@ def keys_of(token_ids, *, model=MODEL, salt="", block=BLOCK):
 
 
 class Lab:
-    """A router and a clock. Every event is followed by an integrity check (slow: long runs go without)."""
+    """A router and a clock. Every event is followed by an integrity check (slow: long runs go without).
+
+    Nothing is held back unless `hold_above_s` is given: most tests are about where requests go, not when.
+    """
 
     def __init__(self, *, check=True, **config):
         self.recorded = []
         self._check = check
-        self.router = Router(RouterConfig(**config), observer=self.recorded.append)
+        self.router = Router(RouterConfig(**({"hold_above_s": None} | config)), observer=self.recorded.append)
         self.t = 0.0
         self.attempts = {}
 

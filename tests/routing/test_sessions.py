@@ -136,6 +136,17 @@ def test_jain_s_index(tokens, index):
     assert attained.jain(0.0) == pytest.approx(index)
 
 
+def test_programs_without_a_charge_for_long_are_forgotten():
+    attained = Attained()
+    for i in range(100):
+        attained.charge(f"{i}", 10, 1.0, i * HALF_LIFE_S)
+    assert len(attained) <= 6
+    attained.charge("far ahead", 10, 1e6, 1e5)
+    for i in range(10):
+        attained.charge(f"new {i}", 10, 1.0, 2e5 + i)
+    assert attained.lead_s("far ahead", 2e5 + 10) == pytest.approx(9e5 - 10)
+
+
 def test_programs_are_bounded():
     attained = Attained(most_programs=3)
     for i in range(100):

@@ -16,6 +16,8 @@ from collections import OrderedDict
 
 HALF_LIFE_S = 60.0
 """Of the tokens that a program had and of what is remembered of the pool's rate. llm-d's value."""
+FORGET_S = 5 * HALF_LIFE_S
+"""After so long without a charge a program is forgotten, unless it has a lead."""
 MOST_PROGRAMS = 10_000
 PRIOR_S = 5.0
 """For so long the pool is taken to do nothing but prefills on all its endpoints."""
@@ -24,16 +26,14 @@ PRIOR_S = 5.0
 class _Program:
     __slots__ = ("clock_t", "tokens", "tokens_t")
 
-    def __init__(self) -> None:
-        self.clock_t = 0.0
+    def __init__(self, t: float) -> None:
+        self.clock_t = t
         self.tokens = 0.0
-        self.tokens_t = 0.0
+        self.tokens_t = t
 
 
 class Attained:
-    """What the programs of one pool had. Beyond a limit the one charged longest ago is forgotten: of all
-    programs it has most likely no lead left.
-    """
+    """What the programs of one pool had lately. Beyond a limit the one charged longest ago is forgotten."""
 
     def __init__(self, most_programs: int = MOST_PROGRAMS) -> None:
         self._most = most_programs
@@ -46,9 +46,8 @@ class Attained:
         """It gets work, which it is due in `due_s`; negative amounts give back what was too much."""
         known = self._programs.get(program)
         if known is None:
-            known = self._programs[program] = _Program()
-            if len(self._programs) > self._most:
-                self._programs.popitem(last=False)
+            known = self._programs[program] = _Program(t)
+            self._forget(t)
         self._programs.move_to_end(program)
         known.clock_t = max(known.clock_t, t) + due_s
         known.tokens = max(0.0, known.tokens * _fade(t - known.tokens_t) + tokens)
@@ -58,6 +57,15 @@ class Attained:
         """At `since_t` it was charged so much too little (if negative: too much)."""
         if program in self._programs:
             self.charge(program, tokens * _fade(t - since_t), due_s, t)
+
+    def _forget(self, t: float) -> None:
+        """Another one came: let one or two of the oldest go."""
+        for _ in range(2):
+            oldest = next(iter(self._programs.values()))
+            idle = t - oldest.tokens_t > FORGET_S and oldest.clock_t < t
+            if not idle and len(self._programs) <= self._most:
+                break
+            self._programs.popitem(last=False)
 
     def lead_s(self, program: str, t: float) -> float:
         """How far it is ahead of its share."""
