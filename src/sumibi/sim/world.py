@@ -37,8 +37,9 @@ from sumibi.routing.router import Router
 from sumibi.sim.fleet import Fault, FleetSpec, Group
 from sumibi.sim.job import Job
 from sumibi.sim.replica import Replica, join
-from sumibi.sim.results import NAN, Calls, Status
+from sumibi.sim.results import Calls, Status
 from sumibi.sim.sessions import Player, Playing
+from sumibi.sim.site import Call, Site
 from sumibi.sim.stream import Batch, Stream
 from sumibi.sim.tiers import Blocks, Link
 from sumibi.sim.workload import Workload
@@ -50,83 +51,6 @@ REPLAY_S = 0.02
 STALLED_S = 7_200.0
 """Virtual time in which no step of any replica ends although requests are open: a bug, ours or a policy's."""
 _PROGRESS_EVERY = 64
-
-
-class Call:
-    """One request on its way."""
-
-    __slots__ = (
-        "arrival_s",
-        "attempt",
-        "dispatch_s",
-        "first_s",
-        "index",
-        "job",
-        "keys",
-        "name",
-        "over",
-        "playing",
-        "predicted_tokens",
-        "site",
-        "unavoidable_tokens",
-    )
-
-    def __init__(self, name: str, playing: Playing, index: int, keys: list[int], arrival_s: float) -> None:
-        self.name = name
-        self.playing = playing
-        self.index = index
-        self.keys = keys
-        self.arrival_s = arrival_s
-        self.dispatch_s = self.first_s = NAN
-        self.attempt = 0
-        self.site: Site | None = None
-        self.job: Job | None = None
-        self.predicted_tokens = 0
-        self.unavoidable_tokens = 0
-        self.over = False
-
-
-class Site:
-    """An endpoint: a replica with its place in the fleet, its KV event stream, its metrics page."""
-
-    __slots__ = (
-        "alive",
-        "armed_s",
-        "latency",
-        "number",
-        "peers",
-        "replica",
-        "scrape_interval_s",
-        "scrape_next_s",
-        "scraped",
-        "start_s",
-        "stream",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        replica: Replica,
-        stream: Stream,
-        latency: LatencyModel,
-        scrape_interval_s: float,
-    ) -> None:
-        self.number = number
-        self.replica = replica
-        self.stream = stream
-        self.peers: list[Site] = [self]
-        """Ranks of the same engine, this one included."""
-        self.latency = latency
-        """As the router is told."""
-        self.alive = True
-        self.start_s = 0.0
-        """Of its process."""
-        self.armed_s = inf
-        """When its replica is looked at next."""
-        self.scrape_interval_s = scrape_interval_s
-        self.scrape_next_s = 0.0
-        self.scraped = -1
-        """`Replica.changed` when its page was last told."""
 
 
 class World:
@@ -182,7 +106,7 @@ class World:
             replica = Replica(name, group, block_tokens, noise=noise, seed=seed * 1009 + number, store=store)
             latency = replica.times.model
             if wrong_constants:
-                latency = told.setdefault(latency, _wrong(latency, seed, len(told)))
+                latency = told.setdefault(latency, wrong(latency, seed, len(told)))
             stream = Stream(name, fleet.kv_replay, self._tell, self._last_taken)
             site = Site(number, replica, stream, latency, fleet.scrape_interval_s)
             self.sites.append(site)
@@ -569,7 +493,7 @@ class World:
             self._down(t, what)
 
 
-def _wrong(true: LatencyModel, seed: int, number: int) -> LatencyModel:
+def wrong(true: LatencyModel, seed: int, number: int) -> LatencyModel:
     """Coefficients off by one factor for prefill and another for decode."""
     random = Random(f"wrong constants {seed} {number}")
     prefill, decode = (exp((2.0 * random.random() - 1.0) * log(WRONG_BY)) for _ in range(2))
