@@ -42,6 +42,8 @@ decisions = typer.Typer(help="Look into recorded routing decisions.", no_args_is
 models = typer.Typer(help="Model checkpoints on this machine.", no_args_is_help=True)
 app.add_typer(decisions, name="decisions")
 app.add_typer(models, name="models")
+bench = typer.Typer(help="Measure the router against others (simulated fleets).", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 AdminPort = Annotated[
@@ -431,6 +433,75 @@ def replay(
         reports.write_json(json, replayed)
     if plot is not None:
         reports.write_plot(plot, replayed)
+
+
+Traces = Annotated[
+    Path | None,
+    typer.Option(
+        help="Recorded traffic: weka/sessions.jsonl.xz, mooncake/synthetic_trace.jsonl.xz. Made-up agents"
+        " stand in for what is not there. [default: ../shared/traces beside the checkout]",
+        metavar="DIR",
+    ),
+]
+Jobs = Annotated[int | None, typer.Option(help="Simulations at once. [default: cores]", min=1)]
+
+
+@bench.command(name="routing", short_help="Our router against every policy we know, over the whole grid.")
+def bench_routing(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer points, one seed, the strongest baselines: minutes.")
+    ] = False,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Rows: cache, serving, w2, others, decode, mooncake, uneven, faults, program.",
+            metavar="NAME,...",
+        ),
+    ] = "",
+    policies: Annotated[
+        str, typer.Option(help="Baselines. [default: all; quick: the strongest]", metavar="NAME,...")
+    ] = "",
+    traces: Traces = None,
+    json: Annotated[Path, typer.Option(help="The figures, as a list.", metavar="FILE")] = Path(
+        "out/bench-routing.json"
+    ),
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page. [default: benchmarks/routing/RESULTS.md of the whole grid, else"
+            " out/bench-routing.md]",
+            metavar="FILE",
+        ),
+    ] = None,
+    jobs: Jobs = None,
+) -> None:
+    """Play the grid under our router and every baseline, judge every target, write the results.
+
+    Runs that are done are kept in the cache directory: a run that was broken off goes on where it was. The
+    whole grid takes hours, `--quick` minutes. The exit code is 1 if a target was missed.
+    """
+    from sumibi import console
+    from sumibi.bench import routing
+    from sumibi.bench.grid import repository
+    from sumibi.bench.replay import policies as named
+    from sumibi.bench.traffic import default_traces
+
+    whole = not (quick or only or policies)
+    root = repository()
+    with console.progress() as report:
+        figures = routing.bench_routing(
+            quick=quick,
+            only=[name.strip() for name in only.split(",") if name.strip()],
+            policies=named(policies) if policies else [],
+            traces=traces or default_traces(root),
+            jobs=jobs,
+            json=json,
+            page=results
+            or (root / "benchmarks/routing/RESULTS.md" if whole else Path("out/bench-routing.md")),
+            report=report,
+        )
+    routing.show(figures)
+    raise typer.Exit(1 if any(each.held is False for each in figures) else 0)
 
 
 @decisions.command(short_help="Recompute every pick of a decision log.")

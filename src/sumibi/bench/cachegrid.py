@@ -49,6 +49,7 @@ class RouterChooser:
         *,
         speed: LatencyModel,
         names_sessions: bool,
+        told: LatencyModel | None = None,
     ) -> None:
         self.router = Router(config)
         self._block_tokens = block_tokens
@@ -71,7 +72,7 @@ class RouterChooser:
                     engine_block_tokens=block_tokens,
                     kv_tokens=capacity_blocks * block_tokens,
                     has_events=True,
-                    latency=speed,
+                    latency=told or speed,
                     process_start_s=0.0,
                 )
             )
@@ -180,9 +181,19 @@ def play_router(
     *,
     speed: LatencyModel,
     names_sessions: bool = False,
+    told: LatencyModel | None = None,
 ) -> FleetCount:
-    """What the caches of `replicas` give if the real router chooses."""
+    """What the caches of `replicas` give if the real router chooses.
+
+    `told`: the speed that the router starts from, if it is not the true one.
+    """
     chooser = RouterChooser(
-        config, replicas, capacity_blocks, stream.block_tokens, speed=speed, names_sessions=names_sessions
+        config,
+        replicas,
+        capacity_blocks,
+        stream.block_tokens,
+        speed=speed,
+        names_sessions=names_sessions,
+        told=told,
     )
     return play(stream, replicas, capacity_blocks, chooser)

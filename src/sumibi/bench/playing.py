@@ -1,0 +1,170 @@
+"""Play one point of a benchmark and put what came out into a few figures."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from time import perf_counter
+
+from sumibi.bench.bounds import BoundsOf
+from sumibi.bench.cachegrid import play_router
+from sumibi.bench.scenes import Caches, Outcome, Part, Point
+from sumibi.bench.traffic import live_tokens, played_by, prepared, workload
+from sumibi.core.latency import LatencyModel
+from sumibi.routing.config import BandLimits, RouterConfig
+from sumibi.sim.arithmetic import Stream, bound, in_order, pooled_lru
+from sumibi.sim.calibration import calibrated
+from sumibi.sim.fleet import FleetSpec
+from sumibi.sim.results import NAN, WARM_TOKENS, Calls, Run, Status, mean, percentile
+from sumibi.sim.simulate import simulate
+from sumibi.sim.world import wrong
+
+NO_QUEUE = LatencyModel(
+    a_s=4.7e-5, b_s=6.2e-7, q_s=9.8e-12, d0_s=1.5e-4, d1_s=3.2e-7, d2_s=2.6e-10
+)  # fmt: skip
+"""Engines of cache arithmetic: a hundred times as fast as a 70B model on four H100, so that of the shipped
+agent sessions hardly any request finds its replica busy. Still not nothing: seconds are what `cost` balances.
+"""
+
+
+PATIENT = RouterConfig(other_bands=BandLimits(max_requests=100_000, max_bytes=1_000_000_000_000, ttl_s=None))
+"""No policy refuses what could be served: else who sheds load looks fast. Clients still may give up."""
+
+
+def play(point: Point, traces: Path | None) -> Outcome:
+    """One run. Equal points give equal outcomes but for `wall_s`. Raises ConfigError, TraceError."""
+    began_s = perf_counter()
+    scene = point.scene
+    if isinstance(scene.fleet, Caches):
+        outcome = _arithmetic(point, scene.fleet, traces)
+    else:
+        outcome = _simulated(point, scene.fleet, traces)
+    outcome.wall_s = perf_counter() - began_s
+    return outcome
+
+
+def _arithmetic(point: Point, fleet: Caches, traces: Path | None) -> Outcome:
+    scene, seed = point.scene, point.seed
+    named = workload(scene.traffic, scene.part, seed, traces)
+    users = scene.users or named.users
+    stream: Stream = in_order(prepared(scene.traffic, scene.part, seed, traces), users)
+    count = play_router(
+        stream,
+        fleet.replicas,
+        fleet.blocks,
+        RouterConfig(policy=point.policy),
+        speed=NO_QUEUE,
+        told=wrong(NO_QUEUE, seed, 0),
+        names_sessions=played_by(point.policy, named).names_sessions,
+    )
+    blocks = fleet.replicas * fleet.blocks
+    (pooled,) = pooled_lru(stream, [blocks])
+    whole = Part(
+        requests=len(stream.requests),
+        served=len(stream.requests),
+        hit_rate=count.hit_rate,
+        ttft_mean_s=NAN,
+        ttft_p90_s=NAN,
+        ttft_p99_s=NAN,
+        output_tokens_per_s=NAN,
+    )
+    return Outcome(
+        policy=point.policy,
+        seed=seed,
+        whole=whole,
+        work_share=count.work_share,
+        bound_hit_rate=bound(stream).hit_rate,
+        pooled_lru_hit_rate=pooled.hit_rate,
+        fits=live_tokens(stream.requests) <= blocks * stream.block_tokens,
+    )
+
+
+@lru_cache(maxsize=1)
+def _bounds(traffic: str, part: int | None, seed: int, traces: Path | None) -> BoundsOf:
+    return BoundsOf(workload(traffic, part, seed, traces))
+
+
+def _simulated(point: Point, fleet: FleetSpec, traces: Path | None) -> Outcome:
+    scene, seed = point.scene, point.seed
+    played = workload(scene.traffic, scene.part, seed, traces)
+    run = simulate(
+        played_by(point.policy, played),
+        fleet,
+        policy=point.policy,
+        users=scene.users,
+        seed=seed,
+        config=calibrated(fleet, PATIENT),
+    )
+    pooled = NAN
+    if point.policy == "cost":
+        # the policy changes little of it: only the order of arrivals
+        pooled = _bounds(scene.traffic, scene.part, seed, traces).run(run.calls, fleet).pooled_lru
+    calls, figures = run.calls, run.summary
+    rows = range(len(calls))
+    least, least_warm = _least_ttft_s(run, fleet)
+    stages = sorted(set(calls.stage)) if scene.rates else []
+    priorities = sorted(set(calls.priority))
+    return Outcome(
+        policy=point.policy,
+        seed=seed,
+        whole=part_of(calls, rows),
+        work_share=figures.work_share,
+        bound_hit_rate=figures.bound_token_hit_rate,
+        pooled_lru_hit_rate=pooled,
+        ttft_p50_s=figures.ttft_p50_s,
+        warm_ttft_p99_s=figures.warm_ttft_p99_s,
+        least_ttft_mean_s=mean(least),
+        least_ttft_p50_s=percentile(least, 0.5),
+        least_warm_ttft_p99_s=percentile(least_warm, 0.99),
+        itl_p50_s=figures.itl_p50_s,
+        itl_p99_s=figures.itl_p99_s,
+        e2e_mean_s=figures.e2e_mean_s,
+        busy_spread_p95=figures.busy_spread_p95,
+        stages={at: part_of(calls, [i for i in rows if calls.stage[i] == at]) for at in stages if at},
+        priorities={
+            priority: part_of(
+                calls,
+                [i for i in rows if calls.priority[i] == priority and not (stages and calls.stage[i] == 0)],
+            )
+            for priority in (priorities if len(priorities) > 1 else [])
+        },
+        windows=part_of(calls, _within(calls, scene.windows_s)) if scene.windows_s else None,
+    )
+
+
+def part_of(calls: Calls, rows: Sequence[int]) -> Part:
+    """Figures of these rows."""
+    status = calls.status
+    served = [i for i in rows if status[i] == Status.DONE]
+    ttft_s = calls.ttft_s(served)
+    prompt = sum(calls.prompt_tokens[i] for i in served)
+    span_s = max(calls.end_s[i] for i in rows) - min(calls.arrival_s[i] for i in rows) if rows else 0.0
+    return Part(
+        requests=len(rows),
+        served=len(served),
+        hit_rate=sum(calls.cached_tokens[i] for i in served) / prompt if prompt else NAN,
+        ttft_mean_s=mean(ttft_s),
+        ttft_p90_s=percentile(ttft_s, 0.9),
+        ttft_p99_s=percentile(ttft_s, 0.99),
+        output_tokens_per_s=sum(calls.output_tokens[i] for i in served) / span_s if span_s else NAN,
+    )
+
+
+def _within(calls: Calls, windows_s: Sequence[tuple[float, float]]) -> list[int]:
+    return [i for i, at in enumerate(calls.arrival_s) if any(begin <= at < end for begin, end in windows_s)]
+
+
+def _least_ttft_s(run: Run, fleet: FleetSpec) -> tuple[list[float], list[float]]:
+    """Times to first token that no router gets under, of all served requests and of the warm ones: alone on
+    the fastest kind of replica, with all of its past in the cache. Engines' noise aside.
+    """
+    calls, rows = run.calls, run.calls.done()
+    kinds = [(group.times(), group.chunk_tokens) for group in fleet.groups]
+    all_s, warm_s = [], []
+    for i in rows:
+        new = calls.unavoidable_tokens[i]
+        known = calls.prompt_tokens[i] - new
+        least_s = min(times.alone_s(new, known, chunk_tokens=chunk) for times, chunk in kinds)
+        all_s.append(fleet.overhead_s + least_s)
+        if new <= WARM_TOKENS:
+            warm_s.append(all_s[-1])
+    return all_s, warm_s

@@ -1,0 +1,148 @@
+"""`sumibi bench routing`: the router against every baseline over the grid, its verdicts and its page."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from sumibi.bench import grid, plots, tables
+from sumibi.bench.judging import gather, judge
+from sumibi.bench.pool import Kept, default_cache, fingerprint, run
+from sumibi.bench.program_figures import program_figures
+from sumibi.bench.replay import Report
+from sumibi.bench.report import Figure, machine, statement, write
+from sumibi.bench.scenes import points
+from sumibi.bench.traffic import available
+from sumibi.bench.verdicts import OURS
+from sumibi.core.errors import ConfigError
+from sumibi.routing.policies import POLICIES
+
+PROGRAM = "program"
+NAMES = (*grid.ROWS, PROGRAM)
+"""What `--only` takes."""
+STANDARD = "agents:sessions=120"
+"""In place of recorded agent sessions where there are none."""
+
+
+def bench_routing(
+    *,
+    quick: bool,
+    only: Sequence[str],
+    policies: Sequence[str],
+    traces: Path | None,
+    jobs: int | None,
+    json: Path,
+    page: Path,
+    report: Report,
+    cache: Path | None = None,
+) -> list[Figure]:
+    """Play, judge, write. Equal code and arguments give equal figures.
+
+    policies  baselines; empty: all, or in the quick run the strongest
+    traces    directory with `weka` and `mooncake`; None or without them: made-up agents stand in
+    json      the figures, as a list
+    page      RESULTS.md; plots go beside it
+
+    Raises ConfigError, EnvironmentProblem, TraceError.
+    """
+    names = list(only) or list(NAMES)
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(f"--only: there is no {name!r}; there are {', '.join(NAMES)}")
+    contestants = _contestants(policies, quick)
+    agents = "weka" if available("weka", traces) else STANDARD
+    chosen = grid.scenes([name for name in names if name != PROGRAM], quick=quick, agents=agents)
+    scenes = [scene for scene in chosen if available(scene.traffic, traces)]
+    done, failed = run(
+        points(scenes, contestants),
+        traces=traces,
+        jobs=jobs or os.cpu_count() or 1,
+        kept=Kept(cache or default_cache(), fingerprint(traces)),
+        report=report,
+    )
+    gathered = gather(done)
+    cmd = _command(quick, only, policies)
+    figures = [machine(), statement("command", cmd), *_statements(agents, contestants, quick)]
+    if len(scenes) < len(chosen):
+        missing = sorted({scene.row for scene in chosen} - {scene.row for scene in scenes})
+        figures.append(statement("left out", f"{', '.join(missing)}: the recorded traffic is not here"))
+    figures += [
+        statement("failed", f"{each.point.scene.row}, {each.point.scene.name}, {each.point.policy},"
+                            f" seed {each.point.seed}: {each.cause}")
+        for each in failed
+    ]  # fmt: skip
+    figures += judge(gathered, cmd)
+    if PROGRAM in names:
+        report(PROGRAM, "3,000 turns, text and all", None)
+        figures += program_figures(grid.repository(), cmd)
+        report(PROGRAM, "3,000 turns, text and all", 1.0)
+    pictures = plots.draw(gathered, page.parent)
+    write(
+        figures,
+        json,
+        page,
+        "Routing: ours against every policy we know",
+        details=[*_gallery(pictures), *_reading(), *tables.details(gathered)],
+    )
+    return figures
+
+
+def _contestants(policies: Sequence[str], quick: bool) -> list[str]:
+    """Ours, then the baselines."""
+    chosen = policies or (grid.STRONG if quick else POLICIES)
+    return [OURS, *(name for name in chosen if name != OURS)]
+
+
+def _command(quick: bool, only: Sequence[str], policies: Sequence[str]) -> str:
+    words = ["sumibi", "bench", "routing"]
+    words += ["--quick"] if quick else []
+    words += ["--only", ",".join(only)] if only else []
+    words += ["--policies", ",".join(policies)] if policies else []
+    return shlex.join(words)
+
+
+def _statements(agents: str, contestants: Sequence[str], quick: bool) -> list[Figure]:
+    said = [
+        ("policies", ", ".join(contestants) + ". Baselines have the calibration that their authors document"
+                     " for the fleet; all policies play the same requests"),
+        ("conditions", "our router starts from speed constants that are wrong by a seeded factor between 1/3"
+                       " and 3; engine steps take +-15 %; no policy sees how long answers will be, only"
+                       " session-sticky sees session ids; metrics are scraped every 0.05 s unless a scene"
+                       " says otherwise; KV events are 0.05 s late; no router refuses a request because"
+                       " it waits"),
+        ("ratios", "ours over the best baseline's, whoever it is in this figure at this point"),
+        ("stand-ins", "W9 is played on GLM-5.2 (published: Qwen3-Coder-480B on TPU v7x) and W12 on Qwen3-32B"
+                      " (published: gpt-oss-120b)"),
+        ("not simulated", "placement of prefill and decode on separate pools; the real engines"),
+    ]  # fmt: skip
+    if agents != "weka":
+        said.append(("traffic", f"no recorded agent sessions here: made-up ones ({agents}) stand in"))
+    if quick:
+        said.append(("quick", "fewer points, one seed, the strongest baselines: an impression, no proof"))
+    return [statement(name, text) for name, text in said]
+
+
+def _gallery(pictures: Sequence[Path]) -> list[str]:
+    return [f"\n![{path.stem}]({path.name})" for path in pictures]
+
+
+def _reading() -> list[str]:
+    return [
+        "\n## Every policy's figures\n",
+        "Means over the seeds; bold is best. The bound of a TTFT: each request alone on the fastest replica,"
+        " its whole past in the cache. Pooled LRU: one cache as large as all replicas' together; a fleet can"
+        " get above it where one cache would be flooded.\n",
+    ]
+
+
+def show(figures: Sequence[Figure]) -> None:
+    """Print what a person wants to know first: the rows, and every target that was missed."""
+    for each in figures:
+        if isinstance(each.value, str):
+            continue
+        if "targets reached, of" in each.name:
+            print(f"{each.name}: {each.value:g}")
+    missed = [each for each in figures if each.held is False and "targets reached, of" not in each.name]
+    for each in missed:
+        baseline = "" if each.baseline is None else f" (baseline {each.baseline:g})"
+        print(f"missed: {each.name}: {each.value:g} {each.unit}, target {each.op} {each.target:g}{baseline}")
