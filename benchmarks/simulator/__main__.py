@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import report
 
+from sumibi.bench.published import AFFINE, BLIND
 from sumibi.bench.traces import read
 from sumibi.bench.workloads_ladder import STAGES, ladder
 from sumibi.sim import simulate
@@ -24,30 +25,6 @@ FLEETS = HERE.parent / "routing" / "fleets"
 TRACE = HERE.parents[1] / "../shared/traces/weka/sessions.jsonl.xz"
 USERS = 32
 
-Row = tuple[int, float, float]
-"""Output tokens a second, mean and 90th percentile of the time to first token in seconds."""
-BLIND: dict[int, Row] = {
-    3: (1797, 0.415, 0.522),
-    10: (4215, 0.630, 1.01),
-    15: (5381, 0.881, 1.59),
-    20: (6205, 18.1, 35.3),
-    25: (5965, 21.8, 42.8),
-    30: (5702, 24.6, 46.0),
-    40: (6336, 68.7, 126.2),
-    49: (6265, 70.7, 133.7),
-    60: (6551, 75.6, 138.7),
-}
-AFFINE: dict[int, Row] = {
-    3: (1777, 0.133, 0.162),
-    10: (5066, 0.125, 0.172),
-    15: (7053, 0.122, 0.187),
-    20: (11688, 0.174, 0.283),
-    25: (12501, 0.116, 0.146),
-    30: (13862, 0.117, 0.148),
-    40: (16041, 0.153, 0.216),
-    49: (16126, 0.151, 0.209),
-    60: (17064, 0.154, 0.217),
-}
 TARGETS = ("random", "llmd-weighted")
 """Policies held to the published column; the other is for the reader."""
 COLUMNS = {"random": BLIND, "round-robin": BLIND, "llmd-weighted": AFFINE}

@@ -489,7 +489,7 @@ def bench_routing(
     whole = not (quick or only or policies)
     root = repository()
     with console.progress() as report:
-        figures = routing.bench_routing(
+        judged = routing.bench_routing(
             quick=quick,
             only=[name.strip() for name in only.split(",") if name.strip()],
             policies=named(policies) if policies else [],
@@ -500,8 +500,30 @@ def bench_routing(
             or (root / "benchmarks/routing/RESULTS.md" if whole else Path("out/bench-routing.md")),
             report=report,
         )
-    routing.show(figures)
-    raise typer.Exit(1 if any(each.held is False for each in figures) else 0)
+    routing.show(judged)
+    raise typer.Exit(1 if any(row.missed for row in judged) else 0)
+
+
+@bench.command(name="claims", short_help="What others claim for KV-aware serving, claim by claim.")
+def bench_claims(
+    traces: Traces = None,
+    json: Annotated[Path | None, typer.Option(help="The figures, as a list.", metavar="FILE")] = None,
+    jobs: Jobs = None,
+) -> None:
+    """Put published figures for KV-aware routing to the test: what was simulated, what was possible, and
+    where a claim does not hold. Takes some minutes; runs that are done are kept.
+    """
+    from sumibi import console
+    from sumibi.bench import claims
+    from sumibi.bench.grid import repository
+    from sumibi.bench.report import write_json
+    from sumibi.bench.traffic import default_traces
+
+    with console.progress() as report:
+        found = claims.bench_claims(traces=traces or default_traces(repository()), jobs=jobs, report=report)
+    claims.show(found)
+    if json is not None:
+        write_json(claims.figures_of(found), json)
 
 
 @decisions.command(short_help="Recompute every pick of a decision log.")

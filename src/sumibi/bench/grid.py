@@ -55,16 +55,17 @@ def fleet(name: str, **changes: object) -> FleetSpec:
 def cache_grid(agents: str = "weka") -> list[Scene]:
     """Cache arithmetic over agent sessions, and both halves of them at four points."""
     scenes = []
-    repeated = {(32, 16_384), (64, 8_192)}
+    repeated = ((32, 16_384), (64, 8_192))
     for users in WEKA_USERS:
         for blocks in CACHE_BLOCKS[users]:
             seeds = 3 if (users, blocks) in repeated else 1
-            scenes.append(_cache(agents, users, blocks, seeds))
-    scenes += [_cache(agents, users, blocks, part=part) for users, blocks in repeated for part in (0, 1)]
+            scenes.append(cache_point(agents, users, blocks, seeds))
+    scenes += [cache_point(agents, users, blocks, part=part) for users, blocks in repeated for part in (0, 1)]
     return scenes
 
 
-def _cache(agents: str, users: int, blocks: int, seeds: int = 1, part: int | None = None) -> Scene:
+def cache_point(agents: str, users: int, blocks: int, seeds: int = 1, part: int | None = None) -> Scene:
+    """One point of the cache grid."""
     return Scene(
         row="cache grid",
         name=f"{users} users, {blocks:,} blocks" + _half(part),
@@ -79,22 +80,20 @@ def _cache(agents: str, users: int, blocks: int, seeds: int = 1, part: int | Non
 def serving_grid(agents: str = "weka") -> list[Scene]:
     """Agent sessions on eight GLM-5.2 replicas."""
     scenes = []
-    for label, tokens in SERVING_TOKENS.items():
+    for label in SERVING_TOKENS:
         for host in (False, True):
             for users in WEKA_USERS:
                 seeds = 3 if users == 32 and not host else 1
-                scenes.append(_serving(agents, users, label, tokens, host, seeds))
-    scenes += [
-        _serving(agents, 32, label, tokens, False, part=part)
-        for label, tokens in SERVING_TOKENS.items()
-        for part in (0, 1)
-    ]
+                scenes.append(serving_point(agents, users, label, host=host, seeds=seeds))
+    scenes += [serving_point(agents, 32, label, part=part) for label in SERVING_TOKENS for part in (0, 1)]
     return scenes
 
 
-def _serving(
-    agents: str, users: int, label: str, tokens: int, host: bool, seeds: int = 1, part: int | None = None
+def serving_point(
+    agents: str, users: int, label: str, *, host: bool = False, seeds: int = 1, part: int | None = None
 ) -> Scene:
+    """One point of the serving grid; `label` is one of SERVING_TOKENS."""
+    tokens = SERVING_TOKENS[label]
     tier = HostTier(tokens=2 * tokens, gb_per_s=HOST_GB_PER_S) if host else None
     return Scene(
         row="serving grid",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from sumibi.bench.grid import UNDISTURBED
 from sumibi.bench.report import Figure, figure
 from sumibi.bench.scenes import Outcome, Part, Point, Scene
-from sumibi.bench.verdicts import OURS, Better, Ratio, Tally, against_best, clear_lead, part_better, worst
+from sumibi.bench.verdicts import OURS, Better, Ratio, against_best, clear_lead, part_better, worst
 
 Played = dict[str, list[Outcome]]
 """By policy: a run for each seed."""
@@ -70,11 +70,21 @@ def mean_ttft_s(one: Outcome) -> float:
 
 @dataclass(slots=True)
 class Judge:
-    """Writes figures, and keeps count of the targets of the row that it is at."""
+    """Writes the figures of a row."""
 
+    row: str
     cmd: str
     figures: list[Figure] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def missed(self) -> list[Figure]:
+        """Targets that were not reached."""
+        return [each for each in self.figures if each.held is False]
+
+    @property
+    def targets(self) -> int:
+        """Reached or not."""
+        return sum(each.held is not None for each in self.figures)
 
     def value(
         self,
@@ -100,7 +110,6 @@ class Judge:
             of_mean=True,
         )
         self.figures.append(made)
-        self.tally.add(name, made.held)
 
     def ratio(
         self,
@@ -134,37 +143,26 @@ class Judge:
             if not where or lack > worst_lack:
                 worst_lack, where = lack, f" ({runs.scene.name}, {ratio.best})"
         if where:
-            name = f"{scenes[0].scene.row}: requests that a baseline served and ours did not{where}"
+            name = f"{self.row}: requests that a baseline served and ours did not{where}"
             self.value(name, [worst_lack], "requests", at_most=0.0)
 
-    def row(self, name: str) -> Figure | None:
-        """The end of a row: how many of its targets were reached."""
-        tally, self.tally = self.tally, Tally()
-        total = tally.reached + len(tally.missed)
-        if not total:
-            return None
-        return figure(
-            f"{name}: targets reached, of {total}",
-            [float(tally.reached)],
-            "",
-            at_least=float(total),
-            cmd=self.cmd,
-        )
+    def count(self) -> Figure:
+        """How many of its targets were reached; all should be."""
+        reached = self.targets - len(self.missed)
+        name = f"{self.row}: targets reached, of {self.targets}"
+        return figure(name, [float(reached)], "", at_least=float(self.targets), cmd=self.cmd)
 
 
-def judge(scenes: Sequence[Runs], cmd: str) -> list[Figure]:
-    """The figures of all rows, the counts first."""
-    judge = Judge(cmd)
-    counts = []
+def judge(scenes: Sequence[Runs], cmd: str) -> list[Judge]:
+    """Every row that was played, judged."""
+    judged = []
     for row, how in _ROWS.items():
         mine = [runs for runs in scenes if runs.scene.row == row]
         if mine:
-            how(judge, mine)
-            judge.served(mine)
-            count = judge.row(row)
-            if count is not None:
-                counts.append(count)
-    return counts + judge.figures
+            judged.append(Judge(row, cmd))
+            how(judged[-1], mine)
+            judged[-1].served(mine)
+    return [each for each in judged if each.figures]
 
 
 def _cache(judge: Judge, scenes: Sequence[Runs]) -> None:

@@ -26,6 +26,7 @@ def draw(scenes: Sequence[Runs], directory: Path) -> list[Path]:
         return []
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "sumibi"
+    directory.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, row, picture in (
         ("serving", "serving grid", _serving),

@@ -59,7 +59,10 @@ class Kept:
         self._directory = directory / of
 
     def _path(self, point: Point) -> Path:
-        return self._directory / sha256(_encode(point)).hexdigest()[:32]
+        """What a run depends on, whatever table it is for."""
+        scene = msgspec.structs.replace(point.scene, row="", name="", seeds=1)
+        plain = Point(scene, point.policy, point.seed)
+        return self._directory / sha256(_encode(plain)).hexdigest()[:32]
 
     def get(self, point: Point) -> Outcome | None:
         """None if it is not there, or unreadable."""
@@ -108,9 +111,11 @@ def run(
 
     def tell() -> None:
         done = len(found) + len(failed)
-        left_s = clock.left_s([n for n in open_ if n not in found]) / max(1, min(jobs, len(open_)))
+        left_s = clock.left_s([n for n in open_ if n not in found])
         before = f" ({known} kept from before)" if known else ""
-        what = f"{done} of {len(points)} runs{before}, {_duration(left_s)} left"
+        what = f"{done} of {len(points)} runs{before}"
+        if left_s is not None:
+            what += f", about {_duration(left_s / min(jobs, max(1, len(open_))))} left"
         if done == len(points):
             what = f"{len(points)} runs{before} in {_duration(monotonic() - began_s)}"
         report("simulations", what, done / len(points) if points else 1.0)
@@ -150,7 +155,10 @@ class _Clock:
     def __init__(self, points: Sequence[Point], found: dict[int, Outcome]) -> None:
         self._points, self._found = points, found
 
-    def left_s(self, numbers: Sequence[int]) -> float:
+    def left_s(self, numbers: Sequence[int]) -> float | None:
+        """Seconds of work on one core; None before anything is known."""
+        if not self._found:
+            return None
         scenes: dict[str, list[float]] = {}
         for number, outcome in self._found.items():
             scene = self._points[number].scene

@@ -97,6 +97,12 @@ def commit() -> str:
     return head.stdout.strip()
 
 
+def write_json(figures: list[Figure], path: Path) -> None:
+    """Write the list alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+
+
 def write(
     figures: list[Figure], json_path: Path, page_path: Path, title: str, *, details: Sequence[str] = ()
 ) -> None:
@@ -104,9 +110,9 @@ def write(
 
     `details`: sections in Markdown that follow on the page.
     """
-    json_path.parent.mkdir(parents=True, exist_ok=True)
-    json_path.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+    write_json(figures, json_path)
     made = page([Figure(**fields) for fields in json.loads(json_path.read_text())], title)
+    page_path.parent.mkdir(parents=True, exist_ok=True)
     page_path.write_text("\n".join([made, *details]))
 
 

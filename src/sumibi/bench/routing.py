@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sumibi.bench import grid, plots, tables
-from sumibi.bench.judging import gather, judge
+from sumibi.bench.judging import Judge, gather, judge
 from sumibi.bench.pool import Kept, default_cache, fingerprint, run
 from sumibi.bench.program_figures import program_figures
 from sumibi.bench.replay import Report
@@ -35,7 +35,7 @@ def bench_routing(
     page: Path,
     report: Report,
     cache: Path | None = None,
-) -> list[Figure]:
+) -> list[Judge]:
     """Play, judge, write. Equal code and arguments give equal figures.
 
     policies  baselines; empty: all, or in the quick run the strongest
@@ -71,11 +71,13 @@ def bench_routing(
                             f" seed {each.point.seed}: {each.cause}")
         for each in failed
     ]  # fmt: skip
-    figures += judge(gathered, cmd)
+    judged = judge(gathered, cmd)
     if PROGRAM in names:
         report(PROGRAM, "3,000 turns, text and all", None)
-        figures += program_figures(grid.repository(), cmd)
+        judged.append(Judge(PROGRAM, cmd, program_figures(grid.repository(), cmd)))
         report(PROGRAM, "3,000 turns, text and all", 1.0)
+    figures += [row.count() for row in judged]
+    figures += [each for row in judged for each in row.figures]
     pictures = plots.draw(gathered, page.parent)
     write(
         figures,
@@ -84,7 +86,7 @@ def bench_routing(
         "Routing: ours against every policy we know",
         details=[*_gallery(pictures), *_reading(), *tables.details(gathered)],
     )
-    return figures
+    return judged
 
 
 def _contestants(policies: Sequence[str], quick: bool) -> list[str]:
@@ -135,14 +137,24 @@ def _reading() -> list[str]:
     ]
 
 
-def show(figures: Sequence[Figure]) -> None:
-    """Print what a person wants to know first: the rows, and every target that was missed."""
-    for each in figures:
-        if isinstance(each.value, str):
-            continue
-        if "targets reached, of" in each.name:
-            print(f"{each.name}: {each.value:g}")
-    missed = [each for each in figures if each.held is False and "targets reached, of" not in each.name]
-    for each in missed:
-        baseline = "" if each.baseline is None else f" (baseline {each.baseline:g})"
-        print(f"missed: {each.name}: {each.value:g} {each.unit}, target {each.op} {each.target:g}{baseline}")
+SHOWN = 3
+"""Missed targets of a row that are printed, the worst."""
+
+
+def show(judged: Sequence[Judge]) -> None:
+    """Print what a person wants to know first: every row, and the targets that it missed by most."""
+    for row in judged:
+        print(f"{row.row}: {row.targets - len(row.missed)} of {row.targets} targets reached")
+        for each in sorted(row.missed, key=_lack, reverse=True)[:SHOWN]:
+            baseline = "" if each.baseline is None else f", baseline {each.baseline:g}"
+            value = f"{each.value:g} {each.unit}".rstrip()
+            print(f"  {each.name}: {value} (target {each.op} {each.target:g}{baseline})")
+        if len(row.missed) > SHOWN:
+            print(f"  and {len(row.missed) - SHOWN} more")
+
+
+def _lack(each: Figure) -> float:
+    """By what factor a target was missed."""
+    value, target = float(each.value), each.target or 0.0
+    over, under = (value, target) if each.op == "<=" else (target, value)
+    return over / under if under else over

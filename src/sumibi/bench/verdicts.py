@@ -5,7 +5,7 @@ ours over the best other's: its own best value in this figure, whoever that is.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isnan
 from typing import Literal
 
@@ -69,18 +69,3 @@ def part_better(ratios: Sequence[Ratio], better: Better) -> float:
 def clear_lead(output: Ratio, e2e: Ratio, *, more: float = 1.05, less: float = 0.90) -> float:
     """How far we are towards 5 % more output or 10 % less time than the second: at least 1 is reached."""
     return max(output.mean / more, less / e2e.mean if e2e.mean else float("inf"))
-
-
-@dataclass(slots=True)
-class Tally:
-    """How many of a row's targets were reached."""
-
-    reached: int = 0
-    missed: list[str] = field(default_factory=list)
-
-    def add(self, name: str, held: bool | None) -> None:
-        """One target; None is none."""
-        if held:
-            self.reached += 1
-        elif held is False:
-            self.missed.append(name)

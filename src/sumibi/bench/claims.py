@@ -1,0 +1,309 @@
+"""`sumibi bench claims`: figures that others state for KV-aware serving, each put to the test it allows.
+
+A claim is a before and an after; here they are what a load-blind fleet and ours give for the same traffic
+and engines, with what was possible beside them. Where it does not hold, that is a finding too.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sumibi.bench.grid import cache_point, fleet, mooncake, serving_point
+from sumibi.bench.judging import Runs, gather, hit_rate
+from sumibi.bench.pool import Kept, default_cache, fingerprint, run
+from sumibi.bench.replay import Report
+from sumibi.bench.report import Figure, figure, statement
+from sumibi.bench.routing import STANDARD
+from sumibi.bench.scenes import Outcome, Scene, points
+from sumibi.bench.traffic import available
+from sumibi.bench.verdicts import OURS
+from sumibi.sim.latency import StepTimes, named
+
+BLIND = "round-robin"
+CMD = "sumibi bench claims"
+CHUNKS = (8_192, 2_048)
+BATCH, CONTEXT = 32, 8_192
+"""Sequences that decode beside a chunk, and what each has read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One test of a claim."""
+
+    what: str
+    before: float
+    after: float
+    unit: str
+    bound: float | None
+    """What no router gets past, in the same unit."""
+    held: bool | None
+    """None: for the reader."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """One claim and what became of it."""
+
+    title: str
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def bench_claims(
+    *, traces: Path | None, jobs: int | None, report: Report, cache: Path | None = None
+) -> list[Claim]:
+    """Play what the claims need and judge them. Raises ConfigError, EnvironmentProblem, TraceError."""
+    agents = "weka" if available("weka", traces) else STANDARD
+    chosen = [scene for scene in _scenes(agents) if available(scene.traffic, traces)]
+    done, failed = run(
+        points(chosen, (OURS, BLIND)),
+        traces=traces,
+        jobs=jobs or os.cpu_count() or 1,
+        kept=Kept(cache or default_cache(), fingerprint(traces)),
+        report=report,
+    )
+    runs = {(one.scene.row, one.scene.name): one for one in gather(done) if len(one.played) == 2}
+    claims = [
+        _hit_rate(list(runs.values())),
+        _tiers(list(runs.values())),
+        _median_ttft(list(runs.values())),
+        Claim(
+            "Prefill and decode on separate pools, with routing: TTFT 4x, +60 % requests (GLM-5.2, 8 x H200)",
+            notes=["Not simulated: placement on separate pools is not built yet."],
+        ),
+        _stalls(list(runs.values())),
+        _system_prompt(list(runs.values())),
+    ]
+    if agents != "weka":
+        claims[0].notes.append(f"No recorded agent sessions here: made-up ones ({agents}) stand in.")
+    claims[0].notes += [
+        f"failed: {each.point.scene.name}, {each.point.policy}: {each.cause}" for each in failed
+    ]
+    return claims
+
+
+def figures_of(claims: Sequence[Claim]) -> list[Figure]:
+    """For `--json`."""
+    figures = []
+    for number, claim in enumerate(claims, 1):
+        for finding in claim.findings:
+            made = figure(
+                f"{number}. {finding.what}", [finding.after], finding.unit, baseline=finding.before, cmd=CMD
+            )
+            figures.append(replace(made, held=finding.held))
+        figures += [statement(f"{number}. {claim.title}", note) for note in claim.notes]
+    return figures
+
+
+def show(claims: Sequence[Claim]) -> None:
+    """Print claim by claim."""
+    for number, claim in enumerate(claims, 1):
+        print(f"\n{number}. {claim.title}")
+        for one in claim.findings:
+            mark = {True: "holds", False: "DOES NOT HOLD", None: ""}[one.held]
+            bound = "" if one.bound is None else f"  (bound {_number(one.bound)})"
+            change = f"{_number(one.before)} -> {_number(one.after)} {one.unit}".rstrip()
+            print(f"   {one.what:<58} {change}{_part(one)}{bound}  {mark}".rstrip())
+        for note in claim.notes:
+            print(f"   {note}")
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _part(one: Finding) -> str:
+    return f", {one.after / one.before - 1:+.0%}" if one.before and one.unit != "" else ""
+
+
+def _scenes(agents: str) -> list[Scene]:
+    eight = fleet("70b-tp4-h100", count=8)
+    scenes = [cache_point(agents, 32, 16_384)]
+    scenes += [cache_point(agents, 64, blocks) for blocks in (4_096, 8_192, 16_384, 32_768)]
+    scenes += mooncake()[:1]
+    scenes += [
+        Scene(row="70B", name=f"{users} agents, 8 x Llama-70B", traffic=agents, users=users, fleet=eight)
+        for users in (16, 32, 64)
+    ]
+    scenes += [serving_point(agents, 64, "0.6 M", host=host) for host in (False, True)]
+    scenes.append(serving_point(agents, 32, "1.77 M", host=False))
+    scenes += [
+        Scene(
+            row="chunks",
+            name=f"W7, 60 users, chunks of {chunk:,}",
+            traffic="w7:users=60",
+            fleet=fleet("qwen3-32b-tp2-h100", chunk_tokens=chunk),
+        )
+        for chunk in CHUNKS
+    ]
+    scenes.append(
+        Scene(
+            row="W1",
+            name="W1",
+            traffic="w1",
+            fleet=fleet("70b-tp4-h100"),
+            rates=(5, 3, 5, 8, 10, 12, 15, 18, 20),
+        )
+    )
+    return scenes
+
+
+def _of(runs: Runs, policy: str) -> Outcome:
+    return runs.played[policy][0]
+
+
+def _hit_rate(all_runs: Sequence[Runs]) -> Claim:
+    claim = Claim("Token hit rate from 35 % to 70 %")
+    for runs in all_runs:
+        if runs.scene.row not in ("cache grid", "Mooncake"):
+            continue
+        if runs.scene.row == "cache grid" and runs.scene.name not in (
+            "32 users, 16,384 blocks",
+            "64 users, 8,192 blocks",
+        ):
+            continue
+        before, after = _of(runs, BLIND), _of(runs, OURS)
+        what = f"{runs.scene.row}, {runs.scene.name}"
+        held = hit_rate(after) >= 0.70
+        claim.findings.append(
+            Finding(what, hit_rate(before), hit_rate(after), "", after.bound_hit_rate, held)
+        )
+        if after.bound_hit_rate < 0.70:
+            claim.notes.append(
+                f"{what}: an endless cache finds {after.bound_hit_rate:.1%}; 70 % cannot be had there."
+            )
+        elif not held:
+            claim.notes.append(
+                f"{what}: one LRU cache of all replicas' memory together finds"
+                f" {after.pooled_lru_hit_rate:.1%}: here memory is what lacks, see the next claim."
+            )
+    return claim
+
+
+def _tiers(all_runs: Sequence[Runs]) -> Claim:
+    """Device and host memory, each block in one of them, count as one LRU cache of both sizes."""
+    claim = Claim("KV below the device: 64 agents, 4,096 blocks (0.26 M tokens) on each of 8 devices")
+    by_name = {runs.scene.name: runs for runs in all_runs}
+    base = by_name.get("64 users, 4,096 blocks")
+    for blocks in (8_192, 16_384, 32_768):
+        more = by_name.get(f"64 users, {blocks:,} blocks")
+        if base is not None and more is not None:
+            after = _of(more, OURS)
+            what = f"hit rate, + {blocks - 4_096:,} blocks of host memory"
+            claim.findings.append(
+                Finding(what, hit_rate(_of(base, OURS)), hit_rate(after), "", after.pooled_lru_hit_rate, None)
+            )
+    without, host = by_name.get("64 users, 0.6 M tokens"), by_name.get("64 users, 0.6 M tokens + host")
+    if without is not None and host is not None:
+        before, after = _of(without, OURS), _of(host, OURS)
+        claim.findings.append(
+            Finding(
+                "mean TTFT, GLM-5.2, 0.6 M tokens, + twice that at 20 GB/s",
+                before.whole.ttft_mean_s,
+                after.whole.ttft_mean_s,
+                "s",
+                after.least_ttft_mean_s,
+                None,
+            )
+        )
+    claim.notes.append(
+        "Bound of the hit rates: one LRU cache of all memory together. Restoring costs time in the last line"
+        " only."
+    )
+    return claim
+
+
+def _median_ttft(all_runs: Sequence[Runs]) -> Claim:
+    claim = Claim("Median TTFT 70 to 85 % lower on multi-turn agent work, equal load")
+    for runs in all_runs:
+        if runs.scene.row == "70B" or (runs.scene.row, runs.scene.name) == (
+            "serving grid",
+            "32 users, 1.77 M tokens",
+        ):
+            before, after = _of(runs, BLIND), _of(runs, OURS)
+            what = runs.scene.name if runs.scene.row == "70B" else f"{runs.scene.name}, 8 x GLM-5.2"
+            held = after.ttft_p50_s <= 0.30 * before.ttft_p50_s
+            claim.findings.append(
+                Finding(what, before.ttft_p50_s, after.ttft_p50_s, "s", after.least_ttft_p50_s, held)
+            )
+            claim.findings.append(
+                Finding(
+                    "  its mean",
+                    before.whole.ttft_mean_s,
+                    after.whole.ttft_mean_s,
+                    "s",
+                    after.least_ttft_mean_s,
+                    None,
+                )
+            )
+    claim.notes.append("Users wait for answers before they go on, so the slower fleet gets requests later.")
+    return claim
+
+
+def chunk_stall_s(times: StepTimes, chunk_tokens: int, cached_tokens: int) -> float:
+    """A step that computes a chunk after what is cached, beside a batch that decodes."""
+    return times.step_s(times.chunk_s(chunk_tokens, cached_tokens), BATCH, BATCH * CONTEXT)
+
+
+def _stalls(all_runs: Sequence[Runs]) -> Claim:
+    claim = Claim("P99 time between tokens from 900 to 100 ms")
+    for hardware in ("qwen3-32b/2xh100", "llama-3.1-70b/4xh100"):
+        times = named(hardware)
+        before, after = (1_000 * chunk_stall_s(times, chunk, 32_768) for chunk in CHUNKS)
+        alone_ms = 1_000 * times.decode_line(BATCH, BATCH * CONTEXT)[0]
+        what = f"one step, chunk of 8,192 -> 2,048 after 32,768, {hardware}"
+        claim.findings.append(Finding(what, before, after, "ms", alone_ms, after <= 100.0))
+    by_name = {runs.scene.name: runs for runs in all_runs}
+    wide, narrow = (by_name.get(f"W7, 60 users, chunks of {chunk:,}") for chunk in CHUNKS)
+    for policy in (BLIND, OURS):
+        if wide is not None and narrow is not None:
+            claim.findings.append(
+                Finding(
+                    f"p99, W7, chunks of 8,192 -> 2,048, {policy}",
+                    1_000 * _of(wide, policy).itl_p99_s,
+                    1_000 * _of(narrow, policy).itl_p99_s,
+                    "ms",
+                    None,
+                    1_000 * _of(narrow, policy).itl_p99_s <= 100.0,
+                )
+            )
+    for runs in (wide, narrow):
+        if runs is not None:
+            before_ms, after_ms = (1_000 * _of(runs, policy).itl_p99_s for policy in (BLIND, OURS))
+            what = f"p99, {runs.scene.name}, {BLIND} -> {OURS}"
+            claim.findings.append(Finding(what, before_ms, after_ms, "ms", None, after_ms <= 100.0))
+    claim.notes.append(
+        "Bound of a step: the same batch decodes by itself, as it would on a pool of its own (not simulated)."
+        " On one pool smaller chunks and fewer of them are all there is."
+    )
+    return claim
+
+
+def _system_prompt(all_runs: Sequence[Runs]) -> Claim:
+    claim = Claim("A cached system prompt: TTFT from 3 s to 1 s")
+    times = named("llama-3.1-70b/4xh100")
+    cold_s, warm_s = times.alone_s(15_000 + 512), times.alone_s(512, 15_000)
+    what = "service alone, 15,000 of system prompt + 512, 70B on 4 x H100"
+    claim.findings.append(Finding(what, cold_s, warm_s, "s", None, warm_s <= cold_s / 3))
+    for runs in all_runs:
+        if runs.scene.row != "W1":
+            continue
+        for at, rate in enumerate(runs.scene.rates):
+            if at and rate in (3, 10, 20):
+                before, after = _of(runs, BLIND).stages[at], _of(runs, OURS).stages[at]
+                claim.findings.append(
+                    Finding(
+                        f"W1 (system prompts of 8,000), {rate} requests/s: mean TTFT",
+                        before.ttft_mean_s,
+                        after.ttft_mean_s,
+                        "s",
+                        None,
+                        after.ttft_mean_s <= before.ttft_mean_s / 3,
+                    )
+                )
+    claim.notes.append(
+        f"3 s are no service time: computing the whole prompt takes {cold_s:.2f} s. They need a queue, and"
+        " then what a router gains is the queue."
+    )
+    return claim

@@ -1,0 +1,173 @@
+"""`sumibi bench routing` and `claims`: a tiny grid from end to end, what is kept, what scenes are."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sumibi.bench import grid, pool, routing
+from sumibi.bench.claims import chunk_stall_s
+from sumibi.bench.judging import Judge
+from sumibi.bench.playing import play
+from sumibi.bench.scenes import Caches, Point, Scene
+from sumibi.bench.traffic import live_tokens, played_by, prepared, workload
+from sumibi.cli import main
+from sumibi.core.errors import ConfigError
+from sumibi.routing.policies import POLICIES
+from sumibi.sim.arithmetic import in_order
+from sumibi.sim.fleet import FleetSpec, Group
+from sumibi.sim.latency import named
+
+AGENTS = "agents:sessions=6,users=4,context_tokens=50000"
+SMALL = FleetSpec(
+    name="small",
+    groups=[Group(count=2, latency="llama-3.1-8b/1xh100", kv_tokens=400_000)],
+    scrape_interval_s=0.05,
+)
+
+
+def quiet(who: str, what: str, done: float | None) -> None:
+    pass
+
+
+def tiny(agents: str) -> list[Scene]:
+    return [
+        Scene(
+            row="cache grid",
+            name="tiny",
+            traffic=AGENTS,
+            users=4,
+            fleet=Caches(replicas=2, blocks=2_000),
+        ),
+        Scene(row="serving grid", name="tiny", traffic=AGENTS, users=4, fleet=SMALL),
+    ]
+
+
+def test_a_tiny_grid_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(grid.ROWS, "cache", tiny)
+    told: list[str] = []
+
+    def bench() -> list[Judge]:
+        told.clear()
+        return routing.bench_routing(
+            quick=False,
+            only=["cache"],
+            policies=["round-robin", "session-sticky"],
+            traces=None,
+            jobs=1,
+            json=tmp_path / "f.json",
+            page=tmp_path / "page" / "RESULTS.md",
+            report=lambda who, what, done: told.append(what),
+            cache=tmp_path / "cache",
+        )
+
+    judged = bench()
+    assert told[0].startswith("0 of 6 runs")
+    assert told[-1].startswith("6 runs")
+    written = json.loads((tmp_path / "f.json").read_text())
+    names = {each["name"] for each in written}
+    assert {each.name for row in judged for each in row.figures} < names
+    assert {"cache grid: targets reached, of 4", "serving grid: targets reached, of 6"} <= names
+    fields = {"name", "value", "unit", "target", "op", "held", "baseline", "n", "spread", "cmd", "commit"}
+    assert all(set(each) == fields for each in written)
+    page = (tmp_path / "page" / "RESULTS.md").read_text()
+    assert "|  | cost | round-robin | session-sticky | pooled LRU |" in page
+    assert "![caches](caches.png)" in page
+    assert (tmp_path / "page" / "serving.png").stat().st_size > 10_000
+    # the second time nothing is played and all is the same
+    again = bench()
+    assert told == ["6 runs (6 kept from before) in 0 s"]
+    assert [row.figures for row in again] == [row.figures for row in judged]
+
+
+def test_only_session_sticky_gets_session_ids():
+    named_sessions = workload(AGENTS, None, 0, None)
+    assert played_by("session-sticky", named_sessions).names_sessions
+    assert not any(played_by(policy, named_sessions).names_sessions for policy in POLICIES
+                   if policy != "session-sticky")  # fmt: skip
+
+
+def test_halves_are_all_sessions_once():
+    whole = workload(AGENTS, None, 0, None)
+    halves = [workload(AGENTS, part, 0, None).sessions for part in (0, 1)]
+    assert [len(half) for half in halves] == [3, 3]
+    assert {s.name for half in halves for s in half} == {s.name for s in whole.sessions}
+
+
+@pytest.mark.traces
+@pytest.mark.parametrize(("users", "tokens_m"), [(32, 5.83), (64, 10.05)])
+def test_what_live_sessions_ask_is_the_reference_s(traces: Path, users: int, tokens_m: float):
+    """Sum of the latest prompts of all live sessions at its largest, by others' code."""
+    stream = in_order(prepared("weka", None, 0, traces), users)
+    assert live_tokens(stream.requests) / 1e6 == pytest.approx(tokens_m, abs=0.005)
+
+
+def test_an_outcome_is_kept_until_what_it_depends_on_changes(tmp_path: Path):
+    scene = tiny("")[0]
+    made = play(Point(scene, "round-robin", 0), None)
+    kept = pool.Kept(tmp_path, "code")
+    kept.put(Point(scene, "round-robin", 0), made)
+    renamed = msgspec.structs.replace(scene, name="another table's", seeds=3)
+    assert kept.get(Point(renamed, "round-robin", 0)) == made or made.ttft_p50_s != made.ttft_p50_s
+    assert kept.get(Point(renamed, "round-robin", 0)) is not None
+    assert kept.get(Point(scene, "round-robin", 1)) is None
+    assert kept.get(Point(msgspec.structs.replace(scene, users=5), "round-robin", 0)) is None
+    assert pool.Kept(tmp_path, "other code").get(Point(scene, "round-robin", 0)) is None
+
+
+def test_a_broken_file_is_played_again(tmp_path: Path):
+    point = Point(tiny("")[0], "random", 0)
+    kept = pool.Kept(tmp_path, "code")
+    kept.put(point, play(point, None))
+    assert kept.get(point) is not None
+    (path,) = (tmp_path / "code").iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+    assert kept.get(point) is None
+
+
+def test_a_point_that_fails_does_not_end_the_others(tmp_path: Path):
+    good = tiny("")[0]
+    bad = msgspec.structs.replace(good, traffic="weka")
+    done, failed = pool.run(
+        [Point(bad, "random", 0), Point(good, "random", 0)],
+        traces=None,
+        jobs=1,
+        kept=pool.Kept(tmp_path, "code"),
+        report=quiet,
+    )
+    assert [point.scene.traffic for point, _ in done] == [AGENTS]
+    assert [each.cause for each in failed] == ["ConfigError: there is no traffic 'weka' here"]
+
+
+def test_every_scene_of_the_grid_can_be_made():
+    names = list(grid.ROWS)
+    whole, quick = grid.scenes(names, quick=False), grid.scenes(names, quick=True)
+    keys = [(scene.row, scene.name) for scene in whole]
+    assert len(set(keys)) == len(keys)
+    assert {(scene.row, scene.name) for scene in quick} < set(keys)
+    assert {scene.seeds for scene in quick} == {1}
+    assert sum(scene.seeds == 3 for scene in whole) == 5
+    for scene in whole:
+        if isinstance(scene.fleet, FleetSpec):
+            assert scene.fleet.scrape_interval_s in (0.05, 15.0)
+
+
+def test_an_unknown_row_is_named():
+    with pytest.raises(ConfigError, match="there is no 'w99'; there are cache, serving"):
+        routing.bench_routing(
+            quick=True, only=["w99"], policies=[], traces=None, jobs=1, json=Path("x"), page=Path("x"),
+            report=quiet,
+        )  # fmt: skip
+
+
+def test_an_unknown_policy_is_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "routing", "--policies", "luck"]) == 2
+    assert "there is no policy 'luck'" in capsys.readouterr().err
+
+
+def test_a_chunk_stalls_decodes_as_measured():
+    """Qwen3-32B on 2 x H100: 0.89 s for 8,192 tokens after 32,768, 0.23 s for 2,048."""
+    times = named("qwen3-32b/2xh100")
+    assert chunk_stall_s(times, 8_192, 32_768) == pytest.approx(0.89, rel=0.1)
+    assert chunk_stall_s(times, 2_048, 32_768) == pytest.approx(0.23, rel=0.1)
