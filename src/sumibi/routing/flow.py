@@ -20,10 +20,11 @@ can shorten that for itself.
 
 Homes. A held request has a home, the endpoint where it would go now, often because its prefix is there. What
 is held for a home counts as a wait there (`backlog_s`), as it would if it had been sent, so nobody takes a
-short queue at an engine for a short wait. It stays with its home until that would cost more than to go
-elsewhere; `advantage_s` is how many seconds of waiting that takes. The time that it waited already counts
-too: a home that gets nearer as predicted stays as good as it was, one that does not is given up after as
-much time as it was better by. So nobody waits for ever for what is always about to be better.
+short queue at an engine for a short wait. It stays with its home until that can begin: to ask
+again and again whether to go elsewhere means to go at the worst moment, and to compute its prefix anew when
+there is least room for that. It is asked again when an endpoint comes up, and when its home is gone. If
+somebody else looks better at the moment when its home can begin, and is busy, it is held on for as long as
+that is better by and no longer: nobody waits for ever for what is always about to be better.
 
 At most so many requests and bytes wait in a band (bytes are estimated: BYTES_PER_TOKEN).
 """
@@ -58,8 +59,8 @@ class Held:
     """A request that waits here."""
 
     __slots__ = (
-        "advantage_s",
         "deadline_t",
+        "declined_t",
         "gone",
         "home",
         "number",
@@ -78,7 +79,8 @@ class Held:
         self.home = ""
         self.work_ns = 0
         """To compute what is not cached, there."""
-        self.advantage_s = inf
+        self.declined_t: float | None = None
+        """When it first did not go home though its home could begin."""
         self.gone = False
 
     @property
@@ -178,7 +180,7 @@ class Flow:
         self._held[held.request.event.request] = held
         heappush(self._deadlines, (held.deadline_t, held.number, held))
 
-    def settle(self, held: Held, home: str, *, work_s: float, advantage_s: float) -> None:
+    def settle(self, held: Held, home: str, work_s: float) -> None:
         """Its home is this endpoint now."""
         work_ns = max(1, round(work_s * 1e9))
         if held.number:
@@ -186,7 +188,7 @@ class Flow:
             _lessen(backlog_ns, held.home, held.work_ns)
             backlog_ns[home] = backlog_ns.get(home, 0) + work_ns
             self._programs[held.request.program].work_ns += work_ns - held.work_ns
-        held.home, held.work_ns, held.advantage_s = home, work_ns, advantage_s
+        held.home, held.work_ns = home, work_ns
 
     def remove(self, request: str, t: float) -> Held | None:
         """It leaves, whatever the reason. None if it is not here."""
@@ -244,15 +246,18 @@ class Flow:
         self,
         t: float,
         begins_s: dict[str, float],
-        place: Callable[[Held, dict[str, float]], tuple[str, float, float] | None],
+        place: Callable[[Held, dict[str, float], bool], tuple[str, float, float] | None],
+        *,
+        anew: bool = False,
     ) -> None:
         """Something changed: let go whoever may go now.
 
         `begins_s`: endpoint -> seconds until it can begin; it is brought up to date.
-        `place(held, ahead_s)` is asked to place a request, given by what each endpoint's wait is longer for
-        it: the work that goes before it, and where nothing can begin soon the time that it waited. It
-        answers with the pick, the wait there from now on and the prefill's seconds; it has removed the
-        request if the wait was short enough, and else has settled it anew. None: nobody may take it now.
+        `anew`: there is a new choice, so ask also those whose home cannot begin.
+        `place(held, ahead_s, home_open)` is asked to place a request, given the work that goes before it by
+        home, and whether its home can begin soon: then it goes, there or where it is better off. It answers
+        with the pick, the wait there from now on and the prefill's seconds; it has removed the request if it
+        was placed, and else has settled it anew. None: nobody may take it now.
         """
         bound_s = self._config.hold_above_s
         assert bound_s is not None
@@ -262,15 +267,11 @@ class Flow:
         for held in turns if aged is None else [aged, *turns]:
             if held.gone:
                 continue
-            soonest_s = min(begins_s.values(), default=inf)
-            if soonest_s >= bound_s or tries >= MOST_TRIES:
+            if min(begins_s.values(), default=inf) >= bound_s or tries >= MOST_TRIES:
                 break
             home_s = begins_s.get(held.home, inf) + ahead_s.get(held.home, 0.0)
-            waited_s = t - held.queued_t
-            longer_s = home_s + waited_s - soonest_s
-            if home_s < bound_s or longer_s > held.advantage_s or held.home not in begins_s:
-                vain_s = {e: waited_s if begins >= bound_s else 0.0 for e, begins in begins_s.items()}
-                answer = place(held, {e: s + ahead_s.get(e, 0.0) for e, s in vain_s.items()})
+            if home_s < bound_s or anew or held.home not in begins_s:
+                answer = place(held, ahead_s, home_s < bound_s)
                 if answer is None:
                     continue
                 pick, begins_s[pick], work_s = answer

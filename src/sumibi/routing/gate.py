@@ -64,10 +64,10 @@ class Gate:
         bound_s = self._config.hold_above_s
         return self.on and bound_s is not None and pick.wait_s >= bound_s
 
-    def saturated(self, endpoints: Sequence[Endpoint], t: float) -> bool:
-        """Whether none of them could begin soon, whatever the request."""
+    def open(self, endpoints: Sequence[Endpoint], t: float) -> list[Endpoint]:
+        """Those of them that could begin soon, whatever the request."""
         bound_s = self._config.hold_above_s
-        return bound_s is not None and all(e.begins_in_s(t) >= bound_s for e in endpoints)
+        return [e for e in endpoints if bound_s is None or e.begins_in_s(t) < bound_s]
 
     def hold(
         self,
@@ -134,12 +134,14 @@ class Gate:
         self,
         pool: str,
         t: float,
-        place: Callable[[Held, dict[str, float]], tuple[str, float, float] | None],
+        place: Callable[[Held, dict[str, float], bool], tuple[str, float, float] | None],
+        *,
+        anew: bool = False,
     ) -> float | None:
         """Let go whoever may go now. Returns when to look again at the latest, if that was not asked yet."""
         flow = self._flows[pool]
         begins_s = {e.name: e.begins_in_s(t) for e in self._endpoints(pool)}
-        flow.serve(t, begins_s, place)
+        flow.serve(t, begins_s, place, anew=anew)
         if flow.wake_t <= t:
             flow.wake_t = inf
         due_t = flow.due_t(t, begins_s)
@@ -204,12 +206,5 @@ class Gate:
 
 
 def _settle(flow: Flow, held: Held, found: Sequence[Candidate], pick: int) -> None:
-    """Its home is the pick. Waiting aside, how much better is it there than anywhere else?"""
-    home = found[pick]
-    others_s = (c.total_s - max(c.wait_s, c.pending_s) for c in found if c is not home)
-    flow.settle(
-        held,
-        home.endpoint,
-        work_s=home.compute_s,
-        advantage_s=min(others_s, default=inf) - (home.total_s - max(home.wait_s, home.pending_s)),
-    )
+    """Its home is the pick."""
+    flow.settle(held, found[pick].endpoint, found[pick].compute_s)

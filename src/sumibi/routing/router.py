@@ -352,17 +352,19 @@ class Router:
 
     # --- held requests ---
 
-    def _freed(self, endpoint: Endpoint) -> None:
+    def _freed(self, endpoint: Endpoint, *, anew: bool = False) -> None:
         """Something is over at `endpoint`, or was heard of it: it may take somebody who is held."""
         for pool in self._gate.pools_of(endpoint):
-            self._serve(pool)
+            self._serve(pool, anew=anew)
 
-    def _serve(self, pool: str) -> None:
-        due_t = self._gate.serve(pool, self._t, self._place_held)
+    def _serve(self, pool: str, *, anew: bool = False) -> None:
+        due_t = self._gate.serve(pool, self._t, self._place_held, anew=anew)
         if due_t is not None:
             self._out.append(WakeAt(at=due_t))
 
-    def _place_held(self, held: Held, ahead_s: Mapping[str, float]) -> tuple[str, float, float] | None:
+    def _place_held(
+        self, held: Held, ahead_s: Mapping[str, float], home_open: bool
+    ) -> tuple[str, float, float] | None:
         """Place a held request if its pick can begin soon. (pick, seconds until that can begin with another
         one, seconds of its prefill); None if no endpoint may take it.
         """
@@ -371,6 +373,14 @@ class Router:
         if not endpoints:
             return None
         choice = self._choose(request, endpoints, ahead_s)
+        if home_open and self._gate.holds(choice.picked) and (ready := self._gate.open(endpoints, self._t)):
+            # Its home can begin, but now somebody who cannot looks better. That is waited for as long as
+            # it is better by, counted from the first time on.
+            if held.declined_t is None:
+                held.declined_t = self._t
+            second = self._choose(request, ready, ahead_s)
+            if second.scores[second.pick] - choice.scores[choice.pick] <= self._t - held.declined_t:
+                endpoints, choice = ready, second
         endpoint, picked = endpoints[choice.pick], choice.picked
         if self._gate.holds(picked):
             self._gate.stays(held, choice.found, choice.pick)
@@ -422,7 +432,7 @@ class Router:
         for name, request in list(self._waiting.items()):
             if request.event.model in endpoint.models and self._place(request, may_hold=True):
                 self._waiting.pop(name, None)
-        self._freed(endpoint)
+        self._freed(endpoint, anew=True)
 
     def _follow_events(self, endpoint: Endpoint, event: EndpointUp) -> None:
         """Begin to follow its KV events, or take them up again."""
@@ -599,7 +609,7 @@ class Router:
         endpoints = self._fleet.candidates(request.event.model)
         if not endpoints:
             self._refuse_without_endpoint(request)
-        elif self._gate.saturated(endpoints, self._t):
+        elif not self._gate.open(endpoints, self._t):
             waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
             self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
         else:
