@@ -7,7 +7,7 @@ import pytest
 from routing_lab import BLOCK, Lab, prompt
 
 from sumibi.core.latency import CPU_CORE_135M, LatencyModel
-from sumibi.routing.learning import Factors, Learner
+from sumibi.routing.learning import Hardware, Learner
 
 TRUE = LatencyModel(a_s=0.03, b_s=1e-3, q_s=2e-7, d0_s=0.02, d1_s=2e-3, d2_s=1e-6)
 
@@ -93,9 +93,9 @@ def test_endpoints_of_different_speed_are_told_apart():
 
 
 def test_an_endpoint_without_requests_takes_over_what_its_like_have_learnt():
-    shared = Factors()
+    shared = Hardware(TRUE)
     taught, untaught = Learner(TRUE, shared), Learner(TRUE, shared)
-    other = Learner(CPU_CORE_135M, Factors())
+    other = Learner(CPU_CORE_135M, Hardware(CPU_CORE_135M))
     for _ in range(20):
         taught.observe_prefill(4 * TRUE.prefill_s(1000), 1, TRUE.prefill_s(1000) - TRUE.a_s)
     assert untaught.model.prefill_s(1000) == pytest.approx(4 * TRUE.prefill_s(1000), rel=0.25)
@@ -104,7 +104,7 @@ def test_an_endpoint_without_requests_takes_over_what_its_like_have_learnt():
 
 def test_fixed_cost_and_work_are_told_apart_by_short_and_long_prompts():
     truth = scaled(TRUE, 4.0, 0.5, 1.0)
-    learner, draw = Learner(TRUE, Factors()), random.Random(7)
+    learner, draw = Learner(TRUE, Hardware(TRUE)), random.Random(7)
     for _ in range(400):
         tokens = draw.choice([5, 20, 500, 2000])
         learner.observe_prefill(truth.prefill_s(tokens), 1, TRUE.prefill_s(tokens) - TRUE.a_s)

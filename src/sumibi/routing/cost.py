@@ -1,6 +1,6 @@
 """What a request costs at an endpoint, in seconds, by its parts.
 
-    total = max(wait, pending) + compute + delay + evict + balance
+    total = max(wait, pending, room) + compute + delay + evict + balance
 
 Each part is time that somebody spends because the request goes there, so they add without weights:
 
@@ -10,16 +10,21 @@ wait     until the endpoint can begin: the prefills reserved before it (engines 
          batch where that is full.
 pending  until blocks that another request is computing there are done. Its prefill is part of the wait
          already, hence the maximum. Pending blocks are never a hit.
+room     until enough of those who run there are over, where their KV leaves too little for this one.
 compute  prefill of the tokens that are neither there nor pending.
 delay    for those decoding there: each stands still while this prefill is computed, and each later step
-         is longer by one sequence. Those of a higher priority count for more, of a lower one for less.
+         is longer by one sequence (DECODE). Those of a higher priority count for more, of a lower one for
+         less. And for those expected back while it is computed, by the times after which prefixes
+         returned so far (`returns`): they will have to wait for what is left of it.
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
-         times the chance that it is wanted again after so long (`recency`, `returns`). Nothing while there
-         is room, little where finished conversations lie, much where a cache is full of live ones. And
-         since those grow: each second of prefill that is stored where live ones fill the part x of the
-         cache costs CROWD*x^2 more.
-balance  conversations stay, so an endpoint that computed more than its share lately will be asked for more:
-         each second given to it meets a queue more often than elsewhere. See `imbalance`.
+         times the chance that it is wanted again after so long (`recency`). Little where finished
+         conversations lie, much where a cache is full of live ones; and before it is full, for what will
+         be pushed out as they grow (CROWD).
+balance  the prefill itself, wherever it is computed (WORK), more where more than its share was computed
+         lately: conversations stay, so such an endpoint will be asked for more.
+
+The few constants are exchange rates between kinds of seconds. They were chosen on the agents' sessions, the
+ladder W2 and W12 together (docs/decisions/0016) and are the same for every fleet.
 
 Times come from the endpoint's own latency model as learnt so far.
 """
@@ -28,22 +33,32 @@ from sumibi.routing.decisions import Candidate
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.returns import ReturnTimes
 
-CROWD = 0.3
-IDLE_SHARE = 0.01
-"""Utilisation that an endpoint is taken to have beside what we know: differences far below do not count."""
+WORK = 0.3
+"""A second of prefill costs so much more than the seconds it is waited for: even an idle endpoint will be
+wanted. So a prefix that is being computed is waited for a little rather than computed once more."""
+DECODE = 0.4
+"""A second later in an answer that streams already counts less than one before its first token."""
+RETURNS = 0.5
+"""Those expected back count half: they may be sent elsewhere, if that is better for them."""
+EVICT = 2.0
+"""What is lost is computed again on an endpoint that has others to serve: they wait as well."""
+CROWD, POWER = 5.0, 4.0
+"""Storing a second of prefill where live conversations fill the part x of the cache costs CROWD*x^POWER: they
+grow, and so does what is stored. At x = 0.8 that is what an eviction costs, at 0.5 a sixth of it."""
+FEW_PREFILLS = 16
+"""So many usual prefills are added to what each endpoint did: differences of a few do not count."""
 MILD, FREE_EXCESS, STEEP = 0.05, 0.1, 2.0
 """A second of prefill on an endpoint whose share is x above the mean costs MILD*x more and, beyond
-FREE_EXCESS, STEEP for each further unit of x. Chosen on agents' sessions (docs/decisions/0013)."""
+FREE_EXCESS, STEEP for each further unit of x."""
 
 
-def imbalance(busy_share: float, added_share: float, mean_share: float) -> float:
-    """Seconds that one second of prefill costs beyond itself at an endpoint with this share of busy time.
+def imbalance(worked_s: float, level_s: float) -> float:
+    """Seconds that one second of prefill costs beyond itself at an endpoint that had so many lately.
 
-    Shares are of time, 0..1; `added_share` is what this request adds to it.
+    `level_s` is the mean of all candidates. FEW_PREFILLS usual prefills are added to both.
     """
-    level = mean_share + IDLE_SHARE
-    excess = (busy_share - mean_share) / level
-    return MILD * excess + STEEP * max(0.0, excess + added_share / 2 / level - FREE_EXCESS)
+    excess = worked_s / level_s - 1.0
+    return MILD * excess + STEEP * max(0.0, excess - FREE_EXCESS)
 
 
 def price(
@@ -56,13 +71,14 @@ def price(
     pending_s: float,
     output_tokens: float,
     block_tokens: int,
-    mean_share: float,
+    level_s: float,
+    few_s: float,
     returns: ReturnTimes,
     ahead_s: float = 0.0,
     priority: int = 0,
 ) -> Candidate:
     """The cost of one request at one endpoint, now. `output_tokens` is what it is expected to generate,
-    `mean_share` the mean over all candidates of the share of time in which they computed prefills.
+    `level_s` what the candidates computed lately, on average, and `few_s`, which is some prefills more.
     """
     learner, load = endpoint.learner, endpoint.load
     learner.sync()
@@ -85,21 +101,34 @@ def price(
     if places and inflight >= places:
         step_s = start.d0_s * decode_factor + places * step_growth_s
         wait_s += (inflight - places + 1) / places * output_tokens * step_s
-    delay_s = decodes * (compute_s + output_tokens * step_growth_s)
+    # A prefill holds up those who decode; a longer step those as well who will by then.
+    delay_s = decodes * compute_s + DECODE * (decodes + len(load.prefills)) * output_tokens * step_growth_s
+
+    recency = endpoint.order_victims(t, block_tokens, returns)
+    capacity = endpoint.kv_tokens
+    answers_tokens = inflight * output_tokens / 2
+    room_s = 0.0
+    if capacity and inflight:
+        # Who runs keeps what it has. Where that leaves no room, so many have to finish first.
+        in_use = recency.pinned_blocks * block_tokens + answers_tokens
+        excess = in_use + new + output_tokens / 2 - capacity
+        if excess > 0:
+            step_s = start.d0_s * decode_factor + inflight * step_growth_s
+            room_s = min(1.0, excess / in_use) * output_tokens * step_s
+    delay_s += RETURNS * (recency.delay_s(wait_s + compute_s) - recency.delay_s(wait_s))
 
     evict_s = 0.0
-    capacity = endpoint.kv_tokens
     if capacity:
-        recency = endpoint.order_victims(t, block_tokens, returns)
         needed = min(new + output_tokens, capacity)
-        live_tokens = recency.live_blocks * block_tokens + load.prefill_tokens
+        coming = load.prefill_tokens + answers_tokens
+        live_tokens = recency.live_blocks * block_tokens + coming
         crowd = min(1.0, (live_tokens + needed / 2) / capacity)
-        evict_s = work_s * CROWD * crowd * crowd
-        over = needed - max(0, capacity - endpoint.resident_blocks() * block_tokens - load.prefill_tokens)
+        evict_s = work_s * CROWD * crowd**POWER
+        over = needed - max(0, capacity - endpoint.resident_blocks() * block_tokens - coming)
         if over > 0:
-            evict_s += recency.loss_s(-int(-over // block_tokens)) * work_factor
+            evict_s = max(evict_s, EVICT * recency.loss_s(-int(-over // block_tokens)) * work_factor)
 
-    balance_s = work_s * imbalance(endpoint.busy_share(t), work_s / endpoint.SHARE_WINDOW_S, mean_share)
+    balance_s = work_s * (WORK + imbalance(endpoint.work_lately_s(t) + few_s, level_s))
 
     return Candidate(
         endpoint.name,
@@ -108,11 +137,12 @@ def price(
         pending_tokens,
         wait_s,
         pending_s,
+        room_s,
         compute_s,
         delay_s,
         evict_s,
         balance_s,
-        (wait_s if wait_s > pending_s else pending_s) + compute_s + delay_s + evict_s + balance_s,
+        max(wait_s, pending_s, room_s) + compute_s + delay_s + evict_s + balance_s,
         inflight,
         load.prefill_tokens,
         endpoint.dispatched,

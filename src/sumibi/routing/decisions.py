@@ -31,6 +31,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Until the endpoint can begin with this prefill."""
     pending_s: float
     """Until the pending ones are computed."""
+    room_s: float
+    """Until those who run there leave enough of the KV cache to it."""
     compute_s: float
     """Prefill of what is neither there nor pending."""
     delay_s: float
@@ -38,7 +40,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     evict_s: float
     """To recompute, later, what this request pushes out of the cache."""
     balance_s: float
-    """Because this endpoint computed more than its share lately; less than 0 if less."""
+    """For the work itself, more where more than its share was computed lately, less where less."""
     total_s: float
     inflight: float
     """Requests there, foreign ones (a fading estimate) included."""
@@ -55,7 +57,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
-        return max(self.wait_s, self.pending_s) + self.compute_s
+        return max(self.wait_s, self.pending_s, self.room_s) + self.compute_s
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -164,6 +166,7 @@ def _brief(c: Candidate, score: float) -> dict[str, object]:
     seconds = {
         "wait_s": c.wait_s,
         "pending_s": c.pending_s,
+        "room_s": c.room_s,
         "compute_s": c.compute_s,
         "delay_s": c.delay_s,
         "evict_s": c.evict_s,

@@ -9,15 +9,13 @@ Foreign load is what a scrape shows beyond our own requests. It fades unless it 
 replaces our own count: between scrapes, however long, the ledger speaks.
 """
 
-from math import log
-
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import EndpointUp, Grade, Signals
 from sumibi.routing.feed import Feed
 from sumibi.routing.index import BlockIndex
-from sumibi.routing.learning import Factors, Learner
+from sumibi.routing.learning import Hardware, Learner
 from sumibi.routing.ledger import Load, Owner, inflight_since
 from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
@@ -94,9 +92,6 @@ class Endpoint:
         "worked_t",
     )
 
-    SHARE_WINDOW_S = SHARE_HALF_LIFE_S / log(2)
-    """Time over which `busy_share` looks back, the older the less."""
-
     def __init__(self, name: str, config: RouterConfig, index: BlockIndex) -> None:
         self.name = name
         self.models: list[str] = []
@@ -128,11 +123,11 @@ class Endpoint:
         self.signals: Signals | None = None
         self.foreign_running = self.foreign_waiting = self.foreign_t = 0.0
         self.has_foreign = False
-        self.learn_from(config.latency, Factors())
+        self.learn_from(config.latency, Hardware(config.latency))
         self._half_life_s = config.foreign_half_life_s
         self._index = index
 
-    def learn_from(self, start: LatencyModel, shared: Factors) -> None:
+    def learn_from(self, start: LatencyModel, shared: Hardware) -> None:
         """Begin to learn its latency model: from `start`, together with those that have the same start."""
         self.learner = Learner(start, shared)
         self.typical_prefill_s = start.prefill_s(TYPICAL_PROMPT_TOKENS)
@@ -148,10 +143,10 @@ class Endpoint:
         self.worked_s = self.worked_s * 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S) + work_s
         self.worked_t = t
 
-    def busy_share(self, t: float) -> float:
-        """The share of time in which it computed our prefills, the last half-hour counting most."""
+    def work_lately_s(self, t: float) -> float:
+        """Seconds of prefill that were placed here, the last half-hour counting most."""
         fade: float = 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S)
-        return self.worked_s * fade / self.SHARE_WINDOW_S
+        return self.worked_s * fade
 
     def order_victims(self, t: float, block_tokens: int, returns: ReturnTimes) -> Recency:
         """Its `recency`, as of now."""
@@ -159,6 +154,15 @@ class Endpoint:
             t, latency=self.learner.start, block_tokens=block_tokens, returns=returns, resident=self._has
         )
         return self.recency
+
+    def overfull(self, block_tokens: int) -> bool:
+        """Whether the prefills that were sent there will evict something before they are computed."""
+        tokens = self.load.prefill_tokens
+        return (
+            tokens > 0
+            and self.kv_tokens is not None
+            and self.resident_blocks() * block_tokens + tokens > self.kv_tokens
+        )
 
     def _has(self, key: int) -> bool:
         index, feed = self._index, self.feed
@@ -270,7 +274,7 @@ class Fleet:
     def __init__(self, config: RouterConfig, index: BlockIndex) -> None:
         self._config = config
         self._index = index
-        self._factors: dict[LatencyModel, Factors] = {}
+        self._hardware: dict[LatencyModel, Hardware] = {}
         self.endpoints: dict[str, Endpoint] = {}
         self.models: dict[str, Model] = {}
 
@@ -291,9 +295,9 @@ class Fleet:
         if endpoint is None:
             endpoint = Endpoint(event.endpoint, self._config, self._index)
             self.endpoints[event.endpoint] = endpoint
-            endpoint.learn_from(latency, self._factors.setdefault(latency, Factors()))
+            endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         elif endpoint.learner.start != latency:
-            endpoint.learn_from(latency, self._factors.setdefault(latency, Factors()))
+            endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
         for name in endpoint.models:
             if name not in event.models:

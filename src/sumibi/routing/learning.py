@@ -1,17 +1,18 @@
 """The latency model of each endpoint, learnt online from what its requests took.
 
-An endpoint starts from given coefficients that may be wrong by any factor up to 8. Three of its properties
-are learnt as factors on them: the fixed cost of a prefill (`a`), the work in it (`b` and `q` together) and
-decode steps (`d0..d2` together). They live as logarithms, so that "twice too slow" and "twice too fast"
-weigh the same, and are clamped to [1/8, 8]: a run of odd observations can bend a model, never break it.
+An endpoint starts from given coefficients that may be wrong by any factor up to 8. What is learnt are three
+factors on them, for the fixed cost of a prefill (`a`), the work in it (`b` and `q` together) and decode steps
+(`d0..d2` together), and one thing that no hardware tells: the *overhead* of a request (HTTP, tokenizing,
+the step under way when it arrives), which passes once however many prefills follow each other.
 
-Each factor is a product of two: one shared by all endpoints that started from the same coefficients (the
-same hardware, so what one teaches holds for a new one) and one of the endpoint itself, which moves slowly
-so that chance does not make one of two equal machines look faster.
+All endpoints that started from the same coefficients learn together (the same hardware, so what one teaches
+holds for a new one). Beside that each has a speed of its own, a factor that moves slowly so that chance does
+not make one of two equal machines look faster. Everything stays within a factor 8 of the start (the fixed
+cost up to FIXED_S at least): a run of odd observations can bend a model, never break it.
 
-One observation says only the total. The error (log of actual over predicted) is dealt out to the factors by
-their share of the prediction, which is gradient descent on the logarithms, and is clipped so that an
-outlier counts no more than a factor e: the result tends to the median rather than the mean.
+A stretch of prefills says only its total:  seconds = overhead + a*prefills + factor*work.  The three unknowns
+are a Kalman filter's state: short prompts move overhead and `a`, long ones the work, each in proportion to
+how uncertain it still is. Noise is proportional to what was observed, so a tenfold outlier hardly counts.
 """
 
 from math import exp, log
@@ -21,53 +22,73 @@ from sumibi.core.latency import LatencyModel
 MOST = 8.0
 BAND = log(MOST)
 """Factors stay within exp(±BAND) of the start."""
+FIXED_S = 0.5
+"""The fixed cost and the overhead may be learnt up to this in any case."""
+NOISE = 0.3
+"""Standard deviation of an observation, relative to it."""
+UNSURE = (0.05, 2.0, 2.0)
+"""Standard deviations at the start: overhead (s), factor on the fixed cost, factor on the work."""
+DRIFT = (0.001, 0.01, 0.01)
+"""What each may change between two observations."""
 CLIP = 1.0
-"""An observation's log error counts up to this."""
+"""A log error counts up to this for what an endpoint learns of its own."""
 SHARED_FLOOR = 0.02
-"""Rate at which the shared factor keeps learning after many observations (it starts at 0.5)."""
+"""Rate at which the shared decode factor keeps learning after many observations (it starts at 0.5)."""
 OWN_RATE = 0.1
-"""Rate at which an endpoint's own factor learns, in the end."""
+"""Rate at which an endpoint's own speed learns, in the end."""
 OWN_DELAY = 20
 """Lessons after which it has half of that: what is wrong at first is the start, for all endpoints alike."""
 
 
-class Factors:
-    """Log factors on the coefficients of a latency model, and how often they were taught."""
+class Hardware:
+    """What all endpoints with the same start have learnt together."""
 
     __slots__ = (
+        "_p",
         "decode",
         "decode_factor",
         "decode_lessons",
-        "fixed",
-        "fixed_factor",
         "lessons",
         "prefill_lessons",
-        "work",
-        "work_factor",
+        "start",
+        "x",
     )
 
-    def __init__(self) -> None:
-        self.fixed = 0.0
-        self.work = 0.0
+    def __init__(self, start: LatencyModel) -> None:
+        self.start = start
+        self.x = [0.0, 1.0, 1.0]
+        """Overhead (s), factor on the fixed cost, factor on the work."""
+        self._p = [[u * u if i == j else 0.0 for j in range(3)] for i, u in enumerate(UNSURE)]
         self.decode = 0.0
-        self.fixed_factor = self.work_factor = self.decode_factor = 1.0
-        """Exponentials of the three: taken when they change, not whenever an endpoint is priced."""
-        self.prefill_lessons = 0
-        self.decode_lessons = 0
+        self.decode_factor = 1.0
+        """Its exponential: taken when it changes, not whenever an endpoint is priced."""
+        self.prefill_lessons = self.decode_lessons = 0
         self.lessons = 0
-        """Of both kinds: changes with every change of a factor."""
+        """Of both kinds: changes with every change."""
 
-    def teach_prefill(self, fixed: float, work: float) -> None:
-        """Add to the factors of prefills."""
-        self.fixed = _clip(self.fixed + fixed, BAND)
-        self.work = _clip(self.work + work, BAND)
-        self.fixed_factor, self.work_factor = exp(self.fixed), exp(self.work)
+    def teach_prefill(self, actual_s: float, prefills: int, work_s: float) -> None:
+        """So many prefills with this work by the start's coefficients took `actual_s` in all."""
+        x, p = self.x, self._p
+        h = (1.0, prefills * self.start.a_s, work_s)
+        predicted_s = h[0] * x[0] + h[1] * x[1] + h[2] * x[2]
+        for i in range(3):
+            p[i][i] = min(p[i][i] + DRIFT[i] ** 2, UNSURE[i] ** 2)
+        ph = [sum(p[i][j] * h[j] for j in range(3)) for i in range(3)]
+        spread = sum(h[i] * ph[i] for i in range(3)) + (NOISE * max(actual_s, predicted_s)) ** 2
+        gain = [each / spread for each in ph]
+        error_s = actual_s - predicted_s
+        most = (FIXED_S, max(MOST, FIXED_S / self.start.a_s) if self.start.a_s > 0 else MOST, MOST)
+        least = (0.0, 1 / MOST, 1 / MOST)
+        for i in range(3):
+            x[i] = min(max(x[i] + gain[i] * error_s, least[i]), most[i])
+            for j in range(3):
+                p[i][j] -= gain[i] * ph[j]
         self.prefill_lessons += 1
         self.lessons += 1
 
-    def teach_decode(self, decode: float) -> None:
-        """Add to the factor of decode steps."""
-        self.decode = _clip(self.decode + decode, BAND)
+    def teach_decode(self, change: float) -> None:
+        """Add to the logarithm of the factor of decode steps."""
+        self.decode = _clip(self.decode + change, BAND)
         self.decode_factor = exp(self.decode)
         self.decode_lessons += 1
         self.lessons += 1
@@ -76,13 +97,25 @@ class Factors:
 class Learner:
     """What one endpoint's requests are expected to take."""
 
-    __slots__ = ("_own", "_seen", "_shared", "decode_factor", "fixed_factor", "start", "work_factor")
+    __slots__ = (
+        "_decode",
+        "_prefill",
+        "_seen",
+        "_shared",
+        "decode_factor",
+        "fixed_factor",
+        "overhead_s",
+        "start",
+        "work_factor",
+    )
 
-    def __init__(self, start: LatencyModel, shared: Factors) -> None:
+    def __init__(self, start: LatencyModel, shared: Hardware) -> None:
         self.start = start
         self._shared = shared
-        self._own = Factors()
+        self._prefill = self._decode = 0.0
+        """Logarithms of its own speed, beside what is shared."""
         self._seen = -1
+        self.overhead_s = 0.0
         self.fixed_factor = self.work_factor = self.decode_factor = 1.0
         self.sync()
 
@@ -101,46 +134,50 @@ class Learner:
         )
 
     def sync(self) -> None:
-        """Take over what other endpoints taught the shared factors meanwhile."""
-        shared, own = self._shared, self._own
+        """Take over what other endpoints taught meanwhile."""
+        shared = self._shared
         if self._seen == shared.lessons:
             return
         self._seen = shared.lessons
-        self.fixed_factor = _within(shared.fixed_factor * own.fixed_factor)
-        self.work_factor = _within(shared.work_factor * own.work_factor)
-        self.decode_factor = _within(shared.decode_factor * own.decode_factor)
+        own = exp(self._prefill)
+        self.overhead_s, fixed, work = shared.x
+        self.fixed_factor = fixed * own
+        self.work_factor = _within(work * own)
+        self.decode_factor = _within(shared.decode_factor * exp(self._decode))
 
     def observe_prefill(self, actual_s: float, prefills: int, start_work_s: float) -> None:
-        """`prefills` prefills whose work was `start_work_s` by the start's coefficients took `actual_s`."""
+        """`prefills` prefills whose work was `start_work_s` by the start's coefficients took `actual_s`, from
+        the first one's dispatch to the last one's first token.
+        """
         self.sync()
-        fixed_s = prefills * self.start.a_s * self.fixed_factor
-        predicted_s = fixed_s + start_work_s * self.work_factor
+        start_fixed_s = prefills * self.start.a_s
+        busy_s = start_fixed_s * self.fixed_factor + start_work_s * self.work_factor
+        predicted_s = self.overhead_s + busy_s
         if actual_s <= 0 or predicted_s <= 0:
             return
+        shared = self._shared
+        rate = OWN_RATE * shared.prefill_lessons / (shared.prefill_lessons + OWN_DELAY)
         error = _clip(log(actual_s / predicted_s), CLIP)
-        share = fixed_s / predicted_s
-        for factors, rate in zip(
-            (self._shared, self._own), _rates(self._shared.prefill_lessons), strict=True
-        ):
-            factors.teach_prefill(rate * error * share, rate * error * (1 - share))
+        own = exp(self._prefill)
+        # What it would have taken on hardware that is like the others'.
+        shared.teach_prefill(
+            actual_s * (self.overhead_s + busy_s / own) / predicted_s, prefills, start_work_s
+        )
+        self._prefill = _clip(self._prefill + rate * error * busy_s / predicted_s, BAND)
         self.sync()
 
     def observe_decode(self, actual_step_s: float, sequences: float, mean_context_tokens: float) -> None:
         """A decode step took `actual_step_s` on average, with so many sequences of such a context."""
         self.sync()
-        start = self.start
+        start, shared = self.start, self._shared
         start_s = start.d0_s + start.d1_s * sequences + start.d2_s * sequences * mean_context_tokens
         if actual_step_s <= 0 or start_s <= 0:
             return
+        lessons = shared.decode_lessons
         error = _clip(log(actual_step_s / (start_s * self.decode_factor)), CLIP)
-        for factors, rate in zip((self._shared, self._own), _rates(self._shared.decode_lessons), strict=True):
-            factors.teach_decode(rate * error)
+        self._decode = _clip(self._decode + OWN_RATE * lessons / (lessons + OWN_DELAY) * error, BAND)
+        shared.teach_decode(max(2.0 / (4.0 + lessons), SHARED_FLOOR) * error)
         self.sync()
-
-
-def _rates(lessons: int) -> tuple[float, float]:
-    """Learning rates of the shared and of the own factor, after so many lessons to the shared one."""
-    return max(2.0 / (4.0 + lessons), SHARED_FLOOR), OWN_RATE * lessons / (lessons + OWN_DELAY)
 
 
 def _within(factor: float) -> float:

@@ -52,6 +52,7 @@ def first_token(request: Request, attempt: Attempt, ledger: Ledger, t: float) ->
     work_ns = load.prefills[request.owner].work_ns
     served_s = learner.start.a_s * learner.fixed_factor + work_ns * 1e-9 * learner.work_factor
     ledger.end_prefill(request.owner, t, served_s)
+    attempt.decodes = load.decodes
     if not attempt.current:
         return
     endpoint.typical_prefill_s += TYPICAL_RATE * (served_s - endpoint.typical_prefill_s)
@@ -89,7 +90,9 @@ def remember(request: Request, attempt: Attempt, event: Finished, block_tokens: 
 
 
 def answer(request: Request, attempt: Attempt, model: Model, event: Finished, decodes: int) -> None:
-    """A whole answer: learn its length and, if it was streamed, the time of a step among `decodes`."""
+    """A whole answer: learn its length and, if it was streamed, the time of a step: `decodes` are there at
+    its end, itself included.
+    """
     output = event.output_tokens
     if output is None:
         return
@@ -97,7 +100,7 @@ def answer(request: Request, attempt: Attempt, model: Model, event: Finished, de
     if output > 1 and request.event.stream and attempt.first_token_t is not None and attempt.current:
         step_s = (event.t - attempt.first_token_t) / (output - 1)
         context = request.event.prompt_tokens + output / 2
-        attempt.endpoint.learner.observe_decode(step_s, max(1, decodes), context)
+        attempt.endpoint.learner.observe_decode(step_s, max(1.0, (attempt.decodes + decodes) / 2), context)
 
 
 def outcome(request: Request, attempt: Attempt, event: Finished) -> Outcome:
@@ -116,7 +119,7 @@ def outcome(request: Request, attempt: Attempt, event: Finished) -> Outcome:
         prompt_tokens=request.event.prompt_tokens,
         predicted_cached_tokens=attempt.candidate.reused_tokens,
         cached_tokens=event.cached_tokens,
-        predicted_ttft_s=attempt.candidate.ttft_s,
+        predicted_ttft_s=attempt.candidate.ttft_s + attempt.overhead_s,
         ttft_s=ttft_s,
         output_tokens=event.output_tokens,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from sumibi.routing.computing import Computing
-from sumibi.routing.cost import price
+from sumibi.routing.cost import FEW_PREFILLS, price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
 from sumibi.routing.fleet import Endpoint
@@ -40,8 +40,14 @@ def candidates(
             holders |= endpoint.holders
     levels = sorted(index.match(keys, length, holders), reverse=True)
     matched = {e: _longest(levels, e.holders) for e in endpoints if e.suspect is None}
+    for endpoint, blocks in matched.items():
+        if blocks and endpoint.overfull(block_tokens):
+            matched[endpoint] = min(blocks, endpoint.recency.reach(keys))
     pending = computing.pending(keys, length, matched, t)
-    mean_share = sum(endpoint.busy_share(t) for endpoint in endpoints) / len(endpoints) if priced else 0.0
+    few_s = level_s = 0.0
+    if priced:
+        few_s = FEW_PREFILLS * sum(endpoint.typical_prefill_s for endpoint in endpoints) / len(endpoints)
+        level_s = few_s + sum(endpoint.work_lately_s(t) for endpoint in endpoints) / len(endpoints)
     result = []
     for endpoint in endpoints:
         blocks = matched.get(endpoint, 0)
@@ -59,7 +65,8 @@ def candidates(
                 pending_s=pending_s,
                 output_tokens=output_tokens,
                 block_tokens=block_tokens,
-                mean_share=mean_share,
+                level_s=level_s,
+                few_s=few_s,
                 returns=returns,
                 ahead_s=ahead_s.get(endpoint.name, 0.0),
                 priority=event.priority,
@@ -86,6 +93,7 @@ def _unpriced(endpoint: Endpoint, t: float, matched_tokens: int, pending_tokens:
         pending_tokens=pending_tokens,
         wait_s=0.0,
         pending_s=0.0,
+        room_s=0.0,
         compute_s=0.0,
         delay_s=0.0,
         evict_s=0.0,

@@ -9,15 +9,18 @@ a victim counts the seconds of its prefill times the chance that it is wanted ag
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import add
 
 from sumibi.core.latency import LatencyModel
 from sumibi.core.prefixcache import PrefixCache, Segment
-from sumibi.routing.returns import ReturnTimes
+from sumibi.routing.returns import BUSY_S, ReturnTimes
 
 FRESH_S = 1.0
 """How long a computed order of victims is used: chances hardly change within it."""
 SEGMENTS = 256
 """Victims that are looked at singly; what is younger has the last one's chance of return at least."""
+RARE = 0.02
+"""Who returns with less than this chance is not waited for."""
 
 
 class Recency:
@@ -31,6 +34,7 @@ class Recency:
         self._losses: list[float] = []
         """What losing these costs in all, s by the endpoint's start coefficients."""
         self._live_blocks = 0.0
+        self._delays_s = [0.0] * len(BUSY_S)
 
     def limit(self, blocks: int) -> None:
         """The endpoint has room for so many blocks."""
@@ -46,6 +50,10 @@ class Recency:
     def end(self, prompt: Segment | None, t: float) -> None:
         """That request is over."""
         self._cache.unpin(prompt, t)
+
+    def reach(self, keys: Sequence[int]) -> int:
+        """Leading blocks that will still be there when all that was sent there before has been stored."""
+        return self._cache.match(keys)
 
     def moved_away(self, keys: Sequence[int]) -> None:
         """A conversation that lived here goes on elsewhere: its copy here will not be wanted again."""
@@ -76,9 +84,28 @@ class Recency:
             self._compute(t, latency, block_tokens, returns, resident)
 
     @property
+    def pinned_blocks(self) -> int:
+        """Blocks in use by requests that were sent there and are not over."""
+        return self._cache.pinned
+
+    @property
     def live_blocks(self) -> float:
         """Blocks in use, and idle ones times the chance that they are wanted again."""
         return self._live_blocks
+
+    def delay_s(self, busy_s: float) -> float:
+        """How long those who live here are expected to wait in all, if the endpoint is busy for `busy_s`
+        from now on: each if it comes back meanwhile, for what is left then.
+        """
+        delays = self._delays_s
+        if busy_s <= BUSY_S[0]:
+            part = busy_s / BUSY_S[0]
+            return delays[0] * part * part
+        if busy_s >= BUSY_S[-1]:
+            return delays[-1] * busy_s / BUSY_S[-1]
+        i = bisect_left(BUSY_S, busy_s)
+        low, high = BUSY_S[i - 1], BUSY_S[i]
+        return delays[i - 1] + (delays[i] - delays[i - 1]) * (busy_s - low) / (high - low)
 
     def loss_s(self, blocks: int) -> float:
         """What evicting the oldest `blocks` blocks costs later, in seconds by the start's latency model."""
@@ -102,6 +129,7 @@ class Recency:
         self._drop_evicted(resident)
         cache = self._cache
         total, loss_s, live, chance = 0, 0.0, float(cache.pinned), 0.0
+        delays = [0.0] * len(BUSY_S)
         for segment in islice(cache.oldest(), SEGMENTS):
             blocks = segment.end - segment.start
             middle = (segment.start + segment.end) / 2 * block_tokens
@@ -110,8 +138,11 @@ class Recency:
             total += blocks
             loss_s += work_s * chance
             live += blocks * chance
+            if chance > RARE and not segment.children:
+                delays = list(map(add, delays, returns.delays_s(segment.uses, t - segment.used_t)))
             self._blocks.append(total)
             self._losses.append(loss_s)
+        self._delays_s = delays
         self._live_blocks = live + chance * (cache.blocks - cache.pinned - total)
 
     def _drop_evicted(self, resident: Callable[[int], bool]) -> None:

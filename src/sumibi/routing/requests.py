@@ -28,11 +28,13 @@ class Attempt:
     __slots__ = (
         "candidate",
         "decision",
+        "decodes",
         "dispatched_t",
         "endpoint",
         "first_token_t",
         "life",
         "number",
+        "overhead_s",
         "prompt",
     )
 
@@ -43,8 +45,12 @@ class Attempt:
         """The life of the endpoint that it was placed in."""
         self.candidate = candidate
         self.decision = decision
+        self.overhead_s = endpoint.learner.overhead_s
+        """Expected beside waiting and computing, the same wherever it goes."""
         self.dispatched_t: float | None = None
         self.first_token_t: float | None = None
+        self.decodes = 0
+        """Requests that decoded there when its first token came, itself included."""
         self.prompt: Segment | None = None
         """Its blocks in the endpoint's `recency`, if the policy prices evictions."""
 

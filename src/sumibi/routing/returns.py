@@ -7,7 +7,8 @@ idle times after which prefixes were wanted again are counted in a histogram, an
 
     P(wanted again | idle for x) = returns after more than x / (uses - returns after at most x)
 
-which is the survival estimate with those that never came back counted as still idle.
+which is the survival estimate with those that never came back counted as still idle. The same counts say
+how soon: whoever comes back while its endpoint is busy with a long prefill has to wait for the rest of it.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,10 @@ PRIOR_IDLE_S = (1.0, 300.0)
 """Those came back evenly (in the logarithm) between these idle times."""
 FORGET_USES = 20_000.0
 """Beyond so many uses of a class the older ones begin to fade."""
-REFRESH_USES = 64
+REFRESH_USES = 128
 """Uses after which the probabilities are computed anew."""
+BUSY_S = tuple(0.5 * 2.0**i for i in range(9))
+"""For how long an endpoint may be busy: `delays` are for these, 0.5 s to 128 s."""
 
 
 class ReturnTimes:
@@ -43,7 +46,9 @@ class ReturnTimes:
             [share * prior if low <= i <= high else 0.0 for i in range(BINS)] for share in PRIOR_RETURNED
         ]
         self._since = 0
-        self._chance = [self._chances(c) for c in range(CLASSES)]
+        self._chance: list[list[float]] = []
+        self._delay: list[list[tuple[float, ...]]] = []
+        self._compute()
 
     def known_blocks(self, keys: Sequence[int]) -> int:
         """Leading blocks that a prompt has in common with earlier ones."""
@@ -67,7 +72,7 @@ class ReturnTimes:
         self._since += 1
         if self._since >= REFRESH_USES:
             self._since = 0
-            self._chance = [self._chances(c) for c in range(CLASSES)]
+            self._compute()
 
     def ended(self, keys: Sequence[int], t: float) -> None:
         """That request is over: from now on its prompt is idle."""
@@ -79,16 +84,38 @@ class ReturnTimes:
         """That a stretch used so often before, and idle for so long, is wanted again. 0..1."""
         return self._chance[_class(uses)][_bin(idle_s)]
 
-    def _chances(self, c: int) -> list[float]:
-        returns, left = self._returns[c], self._uses[c]
-        later = sum(returns)
-        chances = []
-        for n in returns:
-            # Those within the bin itself count half: the idle time is somewhere in it.
-            chances.append(max(0.0, min(1.0, (later - n / 2) / (left - n / 2))) if left > n else 0.0)
-            later -= n
-            left -= n
-        return chances
+    def delays_s(self, uses: int, idle_s: float) -> tuple[float, ...]:
+        """What a stretch used so often, and idle for so long, is expected to wait if its endpoint is busy
+        from now on for each of `BUSY_S` seconds: it waits if it returns meanwhile, for what is left.
+        """
+        return self._delay[_class(uses)][_bin(idle_s)]
+
+    def _compute(self) -> None:
+        self._chance, self._delay = [], []
+        for c in range(CLASSES):
+            # Part of the uses that were followed by a return after at most the middle of each bin.
+            returned, done, uses = [], 0.0, self._uses[c]
+            for n in self._returns[c]:
+                returned.append((done + n / 2) / uses)
+                done += n
+            ever = min(1.0, done / uses)
+            self._chance.append([max(0.0, (ever - r) / (1 - r)) if r < ever else 0.0 for r in returned])
+            self._delay.append([_waits(returned, i) for i in range(BINS)])
+
+
+def _waits(returned: list[float], i: int) -> tuple[float, ...]:
+    """Expected waits for each of `BUSY_S` from bin `i` on: the integral of P(returned by x) over x."""
+    left = 1.0 - returned[i]
+    if left <= 0 or returned[i] >= returned[-1]:
+        return (0.0,) * len(BUSY_S)
+    idle_s = 2.0 ** ((i + 0.5) / BINS_PER_DOUBLING) - 1.0
+    waits, wait_s, before_s, before = [], 0.0, 0.0, 0.0
+    for busy_s in BUSY_S:
+        chance = (returned[_bin(idle_s + busy_s)] - returned[i]) / left
+        wait_s += (busy_s - before_s) * (before + chance) / 2
+        before_s, before = busy_s, chance
+        waits.append(wait_s)
+    return tuple(waits)
 
 
 def _class(uses: int) -> int:
