@@ -102,15 +102,19 @@ def show(claims: Sequence[Claim]) -> None:
         print(f"\n{number}. {claim.title}")
         for one in claim.findings:
             mark = {True: "holds", False: "DOES NOT HOLD", None: ""}[one.held]
-            bound = "" if one.bound is None else f"  (bound {_number(one.bound)})"
+            bound = "" if one.bound is None else f"  (bound {_number(one.bound)}{_share(one)})"
             change = f"{_number(one.before)} -> {_number(one.after)} {one.unit}".rstrip()
-            print(f"   {one.what:<58} {change}{_part(one)}{bound}  {mark}".rstrip())
+            print(f"   {one.what:<66} {change}{_part(one)}{bound}  {mark}".rstrip())
         for note in claim.notes:
             print(f"   {note}")
 
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _share(one: Finding) -> str:
+    return f", {one.after / one.bound:.1%} of it" if one.bound and not one.unit else ""
 
 
 def _part(one: Finding) -> str:
@@ -176,7 +180,7 @@ def _hit_rate(all_runs: Sequence[Runs]) -> Claim:
         elif not held:
             claim.notes.append(
                 f"{what}: one LRU cache of all replicas' memory together finds"
-                f" {after.pooled_lru_hit_rate:.1%}: here memory is what lacks, see the next claim."
+                f" {after.pooled_lru_hit_rate:.1%}: most of what lacks is memory, see the next claim."
             )
     return claim
 

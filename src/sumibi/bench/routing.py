@@ -76,7 +76,7 @@ def bench_routing(
         report(PROGRAM, "3,000 turns, text and all", None)
         judged.append(Judge(PROGRAM, cmd, program_figures(grid.repository(), cmd)))
         report(PROGRAM, "3,000 turns, text and all", 1.0)
-    figures += [row.count() for row in judged]
+    figures += [row.count() for row in judged if row.targets]
     figures += [each for row in judged for each in row.figures]
     pictures = plots.draw(gathered, page.parent)
     write(
@@ -144,7 +144,8 @@ SHOWN = 3
 def show(judged: Sequence[Judge]) -> None:
     """Print what a person wants to know first: every row, and the targets that it missed by most."""
     for row in judged:
-        print(f"{row.row}: {row.targets - len(row.missed)} of {row.targets} targets reached")
+        reached = f"{row.targets - len(row.missed)} of {row.targets} targets reached"
+        print(f"{row.row}: {reached if row.targets else row.figures[0].value}")
         for each in sorted(row.missed, key=_lack, reverse=True)[:SHOWN]:
             baseline = "" if each.baseline is None else f", baseline {each.baseline:g}"
             value = f"{each.value:g} {each.unit}".rstrip()
