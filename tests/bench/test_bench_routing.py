@@ -1,6 +1,7 @@
 """`sumibi bench routing` and `claims`: a tiny grid from end to end, what is kept, what scenes are."""
 
 import json
+from math import nan
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from sumibi.bench import grid, pool, routing
 from sumibi.bench.claims import chunk_stall_s
 from sumibi.bench.judging import Judge
-from sumibi.bench.playing import play
+from sumibi.bench.playing import part_of, play
 from sumibi.bench.scenes import Caches, Point, Scene
 from sumibi.bench.traffic import live_tokens, played_by, prepared, workload
 from sumibi.cli import main
@@ -18,6 +19,7 @@ from sumibi.routing.policies import POLICIES
 from sumibi.sim.arithmetic import in_order
 from sumibi.sim.fleet import FleetSpec, Group
 from sumibi.sim.latency import named
+from sumibi.sim.results import Calls, Status
 
 AGENTS = "agents:sessions=6,users=4,context_tokens=50000"
 SMALL = FleetSpec(
@@ -93,6 +95,36 @@ def test_halves_are_all_sessions_once():
     halves = [workload(AGENTS, part, 0, None).sessions for part in (0, 1)]
     assert [len(half) for half in halves] == [3, 3]
     assert {s.name for half in halves for s in half} == {s.name for s in whole.sessions}
+
+
+def test_a_part_is_what_its_rows_say():
+    calls = Calls()
+    for arrival_s, first_s, end_s, cached, status in (
+        (10.0, 11.0, 20.0, 0, Status.DONE),
+        (12.0, 15.0, 30.0, 600, Status.DONE),
+        (14.0, nan, 314.0, 0, Status.TIMEOUT),
+    ):
+        calls.arrival_s.append(arrival_s)
+        calls.first_s.append(first_s)
+        calls.end_s.append(end_s)
+        calls.prompt_tokens.append(1_000)
+        calls.cached_tokens.append(cached)
+        calls.output_tokens.append(50)
+        calls.status.append(status)
+    part = part_of(calls, [0, 1])
+    assert (part.requests, part.served, part.hit_rate) == (2, 2, 0.3)
+    assert (part.ttft_mean_s, part.ttft_p90_s) == (2.0, 2.8)
+    assert part.output_tokens_per_s == 5.0  # 100 tokens from 10 to 30 s
+    part = part_of(calls, [0, 1, 2])
+    assert (part.requests, part.served, part.ttft_mean_s) == (3, 2, 2.0)
+    assert part.output_tokens_per_s == 100 / 304  # the client that gave up kept the engines until 314 s
+
+
+def test_one_user_on_each_replica_is_even():
+    scene = Scene(row="W8", name="two", traffic="w8:users=2,sessions=6", fleet=SMALL)
+    made = play(Point(scene, "least-loaded", 0), None)
+    assert made.e2e_mean_s == pytest.approx(made.even_e2e_mean_s, rel=0.02)
+    assert made.whole.ttft_mean_s == pytest.approx(made.least_ttft_mean_s, rel=0.15)
 
 
 @pytest.mark.traces

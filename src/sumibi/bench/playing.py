@@ -16,6 +16,7 @@ from sumibi.sim.calibration import calibrated
 from sumibi.sim.fleet import FleetSpec
 from sumibi.sim.results import NAN, WARM_TOKENS, Calls, Run, Status, mean, percentile
 from sumibi.sim.simulate import simulate
+from sumibi.sim.workload import Workload
 from sumibi.sim.world import wrong
 
 NO_QUEUE = LatencyModel(
@@ -118,6 +119,7 @@ def _simulated(point: Point, fleet: FleetSpec, traces: Path | None) -> Outcome:
         itl_p50_s=figures.itl_p50_s,
         itl_p99_s=figures.itl_p99_s,
         e2e_mean_s=figures.e2e_mean_s,
+        even_e2e_mean_s=NAN if _users_think(played) else _even_e2e_s(run, fleet, mean(least)),
         busy_spread_p95=figures.busy_spread_p95,
         stages={at: part_of(calls, [i for i in rows if calls.stage[i] == at]) for at in stages if at},
         priorities={
@@ -168,3 +170,21 @@ def _least_ttft_s(run: Run, fleet: FleetSpec) -> tuple[list[float], list[float]]
         if new <= WARM_TOKENS:
             warm_s.append(all_s[-1])
     return all_s, warm_s
+
+
+def _users_think(played: Workload) -> bool:
+    """Are there times in which a user waits for nothing?"""
+    return played.pause_s > 0 or any(turn.delay_s for session in played.sessions for turn in session.turns)
+
+
+def _even_e2e_s(run: Run, fleet: FleetSpec, least_ttft_s: float) -> float:
+    """See `Outcome.even_e2e_mean_s`: first tokens as if alone, then steps of users / replicas sequences."""
+    users, calls, rows = run.summary.users, run.calls, run.calls.done()
+    output = sum(calls.output_tokens[i] for i in rows)
+    if not users or len(fleet.groups) > 1 or not output:
+        return NAN
+    # a step's context: long answers are in more of them
+    held = sum(calls.output_tokens[i] * (calls.prompt_tokens[i] + calls.output_tokens[i] / 2) for i in rows)
+    sequences = max(1, round(users / fleet.replicas))
+    step_s, _ = fleet.groups[0].times().decode_line(sequences, round(sequences * held / output))
+    return least_ttft_s + step_s * output / len(rows)

@@ -132,8 +132,9 @@ def _reading() -> list[str]:
     return [
         "\n## Every policy's figures\n",
         "Means over the seeds; bold is best. The bound of a TTFT: each request alone on the fastest replica,"
-        " its whole past in the cache. Pooled LRU: one cache as large as all replicas' together; a fleet can"
-        " get above it where one cache would be flooded.\n",
+        " its whole past in the cache. Spread evenly: about what it takes if users are evenly on all replicas"
+        " at all times and nothing is computed twice. Pooled LRU: one cache as large as all replicas'"
+        " together; a fleet can get above it where one cache would be flooded.\n",
     ]
 
 

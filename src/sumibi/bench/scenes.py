@@ -82,6 +82,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     itl_p50_s: float = float("nan")
     itl_p99_s: float = float("nan")
     e2e_mean_s: float = float("nan")
+    even_e2e_mean_s: float = float("nan")
+    """Closed loop without pauses on equal replicas: about what they take if users are spread evenly at all
+    times and nothing is computed twice. (Of steps that grow evenly with the batch, even batches do the most.)
+    """
     busy_spread_p95: float = float("nan")
     """95th percentile over ten-minute windows of the busiest replica's time over the mean."""
     stages: dict[int, Part] = {}
