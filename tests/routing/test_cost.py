@@ -1,11 +1,23 @@
 """The parts of a cost, each against its own arithmetic."""
 
-from math import log
-
 import pytest
 from routing_lab import BLOCK, Lab, keys_of, prompt
 
 from sumibi.core.latency import LatencyModel
+from sumibi.routing.cost import (
+    CROWD,
+    DECODE,
+    EVICT,
+    FEW_PREFILLS,
+    FREE_EXCESS,
+    MILD,
+    POWER,
+    RETURNS,
+    STEEP,
+    WORK,
+    imbalance,
+)
+from sumibi.routing.fleet import SHARE_HALF_LIFE_S, TYPICAL_PROMPT_TOKENS, TYPICAL_RATE
 
 START = LatencyModel(a_s=0.1, b_s=1e-3, q_s=1e-6, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
 OUTPUT = 10
@@ -65,7 +77,10 @@ def test_those_decoding_are_delayed_by_the_prefill_and_by_longer_steps():
         made.first(name)
     c, latency = cost(made, "3", 100), made.view("a").latency
     growth = latency.d1_s + latency.d2_s * (100 + OUTPUT / 2)
-    assert c.delay_s == pytest.approx(2 * (c.compute_s + OUTPUT * growth))
+    assert c.delay_s == pytest.approx(2 * (c.compute_s + DECODE * OUTPUT * growth))
+    # Whoever is in its prefill will decode as well: the longer steps are its own, the prefill is a wait.
+    c = cost(made, "4", 100)
+    assert c.delay_s == pytest.approx(2 * c.compute_s + DECODE * (2 + 1) * OUTPUT * growth)
 
 
 def test_a_full_batch_is_waited_for():
@@ -88,27 +103,36 @@ def returned(made, name, tokens, times, idle_s):
     return ended_t
 
 
+def chances(made, names, ended_t):
+    """Chance of return, by name, of conversations of eight turns that ended at `ended_t`."""
+    returns = made.router._fleet.models["m"].returns
+    return {name: returns.chance(8, made.t - t) for name, t in zip(names, ended_t, strict=True)}
+
+
 def test_eviction_costs_the_prefill_of_the_oldest_times_the_chance_that_it_returns():
-    made = lab("a", kv_tokens=100 * BLOCK)
-    old_t = returned(made, "old", 40 * BLOCK, 8, 10.0)
-    young_t = returned(made, "young", 40 * BLOCK, 8, 10.0)
+    made = lab("a", kv_tokens=1000 * BLOCK)
+    ended_t = returned(made, "old", 400 * BLOCK, 8, 10.0)
+    for i in range(14):
+        made.run(f"shot {i}", prompt(f"shot {i}", 40 * BLOCK))
+    # 407 blocks of the conversation and 560 of one-shots lie there; 33 are free. The prompt needs 40, its
+    # output one more: 8 of the conversation's have to go, which is the oldest.
+    assert made.view("a").blocks == 407 + 14 * 40
+    c = cost(made, "new", 40 * BLOCK)
+    (chance,) = chances(made, ["old"], [ended_t]).values()
+    assert 0.0 < chance < 1.0
+    whole_s = 407 * BLOCK * (START.b_s + START.q_s * 407 * BLOCK / 2)
+    assert c.evict_s == pytest.approx(EVICT * whole_s * chance * 8 / 407)
+    assert cost(lab("a"), "1", 20 * BLOCK).evict_s == 0.0  # a cache whose size nobody knows
+
+
+def test_what_will_be_pushed_out_as_conversations_grow_costs_before_the_cache_is_full():
+    made = lab("a", kv_tokens=200 * BLOCK)
+    ended_t = [returned(made, name, 40 * BLOCK, 8, 10.0) for name in ("old", "young")]
     c = cost(made, "new", 20 * BLOCK)
-    view = made.view("a")
-    endpoint, returns = made.router._fleet.endpoints["a"], made.router._fleet.models["m"].returns
-    # 47 blocks of each conversation lie there, so 6 are free; the prompt and its output need 21.
-    assert (view.blocks, endpoint.kv_tokens) == (2 * 47, 100 * BLOCK)
-    over = -(-(20 * BLOCK + OUTPUT - 6 * BLOCK) // BLOCK)
-    assert over == 15
-    chance = returns.chance(8, made.t - old_t)
-    assert 0.0 < chance < returns.chance(8, made.t - young_t) < 1.0
-    whole = 47 * BLOCK * (START.b_s + START.q_s * 47 * BLOCK / 2)
-    live = 47 * chance + 47 * returns.chance(8, made.t - young_t)
-    crowd = (live * BLOCK + (20 * BLOCK + OUTPUT) / 2) / (100 * BLOCK)
-    work = START.prefill_s(20 * BLOCK) - START.a_s
-    factor = view.work_factor
-    expected = whole * chance * over / 47 * factor + work * factor * 0.3 * crowd**2
-    assert c.evict_s == pytest.approx(expected)
-    assert cost(lab("a"), "1", 20 * BLOCK).evict_s == 0.0
+    live_blocks = 47 * sum(chances(made, ("old", "young"), ended_t).values())
+    crowd = (live_blocks * BLOCK + (20 * BLOCK + OUTPUT) / 2) / (200 * BLOCK)
+    work_s = (START.prefill_s(20 * BLOCK) - START.a_s) * made.view("a").work_factor
+    assert c.evict_s == pytest.approx(work_s * CROWD * crowd**POWER)
 
 
 def test_eviction_is_free_where_nothing_ever_returns():
@@ -131,7 +155,7 @@ def test_what_moved_away_is_worth_nothing_where_it_was():
     assert cost(made, "2", 50 * BLOCK).evict_s < before / 2
 
 
-def test_more_than_its_share_of_work_costs_more():
+def test_each_second_of_work_has_a_price_more_above_the_mean_and_a_little_less_below():
     made = lab("a", "b")
     cost(made, "1", 1000)
     made.first("1")
@@ -140,19 +164,82 @@ def test_more_than_its_share_of_work_costs_more():
     assert (busy.dispatched, idle.dispatched) == (1, 0)
     made.ask("2", prompt("other", 1000))
     found = made.candidates("2")
-    share = START.prefill_s(1000) / (1800 / log(2))
-    level = share / 2 + 0.01
-    work = START.prefill_s(1000) - START.a_s
-    assert found["a"].balance_s == pytest.approx(work * 0.05 * (share / 2) / level, rel=0.02)
-    assert found["b"].balance_s == pytest.approx(-work * 0.05 * (share / 2) / level, rel=0.02)
+    # One of two endpoints computed 1.6 s just now; a usual prefill is 0.743 s, and nearer to 1.6 s there.
+    usual_s = START.prefill_s(TYPICAL_PROMPT_TOKENS)
+    done_s = START.prefill_s(1000)
+    few_s = FEW_PREFILLS * (usual_s + TYPICAL_RATE * (done_s - usual_s) / 2)
+    level_s = few_s + done_s / 2
+    work_s = done_s - START.a_s
+    excess = (few_s + done_s) / level_s - 1
+    assert excess == pytest.approx(0.05981, rel=1e-3)
+    factor = busy.work_factor
+    assert found["a"].balance_s == pytest.approx(work_s * factor * (WORK + MILD * excess))
+    assert found["b"].balance_s == pytest.approx(work_s * factor * (WORK - MILD * excess))
 
 
-def test_the_total_is_the_sum_with_pending_inside_the_wait():
+def test_the_mean_s_share_is_free_then_each_unit_costs_mildly_then_steeply():
+    assert imbalance(10.0, 10.0) == 0.0
+    assert imbalance(5.0, 10.0) == pytest.approx(-MILD * 0.5)
+    assert imbalance(10.0 * (1 + FREE_EXCESS), 10.0) == pytest.approx(MILD * FREE_EXCESS)
+    assert imbalance(20.0, 10.0) == pytest.approx(MILD + STEEP * (1 - FREE_EXCESS))
+
+
+def test_work_done_long_ago_counts_less():
+    made = lab("a")
+    cost(made, "1", 1000)
+    endpoint = made.router._fleet.endpoints["a"]
+    assert endpoint.work_lately_s(made.t) == pytest.approx(START.prefill_s(1000))
+    assert endpoint.work_lately_s(made.t + SHARE_HALF_LIFE_S) == pytest.approx(START.prefill_s(1000) / 2)
+
+
+def test_a_full_kv_cache_is_waited_for_until_enough_of_those_who_run_are_over():
+    made = lab("a", kv_tokens=100 * BLOCK)
+    for name in "12":
+        made.ask(name, prompt(name, 45 * BLOCK), max_tokens=OUTPUT)
+        made.first(name)
+    c = cost(made, "3", 20 * BLOCK)
+    # Two run with 45 blocks and half an answer each: 1,600 tokens of room, 1,450 in use, 325 more asked for.
+    in_use = 2 * (45 * BLOCK + OUTPUT / 2)
+    excess = in_use + 20 * BLOCK + OUTPUT / 2 - 100 * BLOCK
+    assert (in_use, excess) == (1450, 175)
+    latency = made.view("a").latency
+    step_s = latency.d0_s + 2 * (latency.d1_s + latency.d2_s * (20 * BLOCK + OUTPUT / 2))
+    assert c.room_s == pytest.approx(excess / in_use * OUTPUT * step_s)
+    assert c.ttft_s == pytest.approx(max(c.wait_s, c.room_s) + c.compute_s)
+
+
+def test_a_cache_full_of_what_is_idle_has_room():
+    made = lab("a", kv_tokens=100 * BLOCK)
+    made.run("1", prompt("1", 95 * BLOCK))
+    assert cost(made, "2", 90 * BLOCK).room_s == 0.0
+
+
+def test_those_who_run_are_over_at_most_once():
+    """A prompt that is larger than the cache waits for an answer's time, not for a multiple of it."""
+    made = lab("a", kv_tokens=100 * BLOCK)
+    made.ask("1", prompt("1", 10 * BLOCK), max_tokens=OUTPUT)
+    made.first("1")
+    c, latency = cost(made, "2", 500 * BLOCK), made.view("a").latency
+    step_s = latency.d0_s + latency.d1_s + latency.d2_s * (500 * BLOCK + OUTPUT / 2)
+    assert c.room_s == pytest.approx(OUTPUT * step_s)
+
+
+def test_those_expected_back_are_delayed_by_what_is_left_of_the_prefill():
+    made = lab("a", kv_tokens=1000 * BLOCK)
+    ended_t = returned(made, "agent", 40 * BLOCK, 8, 10.0)
+    c = cost(made, "long", 2000)
+    waits = made.router._fleet.models["m"].returns.delays_s(8, made.t - ended_t)
+    low, high = 4.0, 8.0  # a prefill of 4.1 s falls between two of the times that delays are computed for
+    assert low < c.compute_s < high
+    part = (c.compute_s - low) / (high - low)
+    assert c.delay_s == pytest.approx(RETURNS * (waits[3] + part * (waits[4] - waits[3])))
+
+
+def test_the_total_is_the_sum_with_pending_and_room_inside_the_wait():
     made = lab("a", "b", kv_tokens=1000 * BLOCK)
     made.ask("1", prompt("p", 20 * BLOCK))
     made.ask("2", prompt("p", 30 * BLOCK))
     for c in made.candidates("2").values():
-        assert c.total_s == pytest.approx(
-            max(c.wait_s, c.pending_s) + c.compute_s + c.delay_s + c.evict_s + c.balance_s
-        )
-        assert c.ttft_s == pytest.approx(max(c.wait_s, c.pending_s) + c.compute_s)
+        before_s = max(c.wait_s, c.pending_s, c.room_s)
+        assert c.total_s == pytest.approx(before_s + c.compute_s + c.delay_s + c.evict_s + c.balance_s)
+        assert c.ttft_s == pytest.approx(before_s + c.compute_s)

@@ -21,6 +21,7 @@ def candidate(endpoint="e", *, total=1.0, matched=0, inflight=0, prefill=0, disp
         pending_tokens=0,
         wait_s=0.0,
         pending_s=0.0,
+        room_s=0.0,
         compute_s=compute,
         delay_s=0.0,
         evict_s=0.0,

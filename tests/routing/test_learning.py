@@ -102,14 +102,31 @@ def test_an_endpoint_without_requests_takes_over_what_its_like_have_learnt():
     assert other.model == CPU_CORE_135M
 
 
+SIZES = (5, 20, 500, 2000)
+
+
+def teach(learner, truth, overhead_s, draw, *, noise=0.0, prefills=(1,), tokens=SIZES, times=1.0):
+    """One busy period of an engine with this truth: overhead once, and prefills one after another."""
+    sizes = [draw.choice(tokens) for _ in range(draw.choice(prefills))]
+    actual_s = overhead_s + sum(truth.prefill_s(each) for each in sizes)
+    actual_s *= draw.uniform(1 - noise, 1 + noise) * times
+    start = learner.start
+    learner.observe_prefill(actual_s, len(sizes), sum(start.prefill_s(each) - start.a_s for each in sizes))
+
+
+def taught(truth, overhead_s, periods, *, start=TRUE, seed=7, **what):
+    """A learner after so many busy periods."""
+    learner, draw = Learner(start, Hardware(start)), random.Random(seed)
+    for _ in range(periods):
+        teach(learner, truth, overhead_s, draw, **what)
+    return learner
+
+
 def test_fixed_cost_and_work_are_told_apart_by_short_and_long_prompts():
-    truth = scaled(TRUE, 4.0, 0.5, 1.0)
-    learner, draw = Learner(TRUE, Hardware(TRUE)), random.Random(7)
-    for _ in range(400):
-        tokens = draw.choice([5, 20, 500, 2000])
-        learner.observe_prefill(truth.prefill_s(tokens), 1, TRUE.prefill_s(tokens) - TRUE.a_s)
-    assert learner.fixed_factor == pytest.approx(4.0, rel=0.2)
-    assert learner.work_factor == pytest.approx(0.5, rel=0.2)
+    learner = taught(scaled(TRUE, 4.0, 0.5, 1.0), 0.0, 400)
+    # One prefill at a time does not tell what of the fixed time passes once and what with each prefill.
+    assert learner.overhead_s + TRUE.a_s * learner.fixed_factor == pytest.approx(0.12, rel=0.1)
+    assert learner.work_factor == pytest.approx(0.5, rel=0.1)
 
 
 def test_work_is_learnt_whatever_order_the_engine_serves_in():

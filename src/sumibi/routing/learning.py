@@ -77,7 +77,7 @@ class Hardware:
         spread = sum(h[i] * ph[i] for i in range(3)) + (NOISE * max(actual_s, predicted_s)) ** 2
         gain = [each / spread for each in ph]
         error_s = actual_s - predicted_s
-        most = (FIXED_S, max(MOST, FIXED_S / self.start.a_s) if self.start.a_s > 0 else MOST, MOST)
+        most = (FIXED_S, _most_fixed(self.start), MOST)
         least = (0.0, 1 / MOST, 1 / MOST)
         for i in range(3):
             x[i] = min(max(x[i] + gain[i] * error_s, least[i]), most[i])
@@ -141,7 +141,7 @@ class Learner:
         self._seen = shared.lessons
         own = exp(self._prefill)
         self.overhead_s, fixed, work = shared.x
-        self.fixed_factor = fixed * own
+        self.fixed_factor = min(max(fixed * own, 1 / MOST), _most_fixed(self.start))
         self.work_factor = _within(work * own)
         self.decode_factor = _within(shared.decode_factor * exp(self._decode))
 
@@ -178,6 +178,11 @@ class Learner:
         self._decode = _clip(self._decode + OWN_RATE * lessons / (lessons + OWN_DELAY) * error, BAND)
         shared.teach_decode(max(2.0 / (4.0 + lessons), SHARED_FLOOR) * error)
         self.sync()
+
+
+def _most_fixed(start: LatencyModel) -> float:
+    """How far the factor on the fixed cost may go."""
+    return max(MOST, FIXED_S / start.a_s) if start.a_s > 0 else MOST
 
 
 def _within(factor: float) -> float:
