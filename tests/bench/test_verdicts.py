@@ -177,6 +177,14 @@ def test_a_fault_is_compared_with_the_same_time_undisturbed():
     assert not [each for each in figures if each.name.startswith(f"faults, {UNDISTURBED}")]
 
 
+def test_a_target_without_a_number_is_missed():
+    nothing = part(served=0, ttft_mean_s=nan, ttft_p90_s=nan, output_tokens_per_s=0.0)
+    figures = judge([runs("W9", "W9", [outcome("cost", whole=nothing), outcome("a")])], "cmd")
+    assert named(figures, "mean TTFT").held is False
+    assert named(figures, "mean TTFT").value == "no number: nothing was served"
+    assert named(figures, "targets reached, of 4").value == 0.0
+
+
 def test_a_policy_without_all_seeds_is_left_out():
     outcomes = [outcome("cost", 0), outcome("cost", 1), outcome("a", 0), outcome("a", 1), outcome("b", 0)]
     assert list(runs("W9", "W9", outcomes).played) == ["cost", "a"]

@@ -1,10 +1,11 @@
 """The table of targets, row by row, applied to what was played."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isnan
 
 from sumibi.bench.grid import UNDISTURBED
-from sumibi.bench.report import Figure, figure
+from sumibi.bench.report import Figure, figure, statement
 from sumibi.bench.scenes import Outcome, Part, Point, Scene
 from sumibi.bench.verdicts import OURS, Better, Ratio, against_best, clear_lead, part_better, worst
 
@@ -96,8 +97,12 @@ class Judge:
         at_most: float | None = None,
         baseline: float | None = None,
     ) -> None:
-        """A figure; the mean of the values decides."""
+        """A figure; the mean of the values decides. A target without a number is missed."""
         if not values:
+            return
+        if any(map(isnan, values)):
+            held = None if at_least is None and at_most is None else False
+            self.figures.append(replace(statement(name, "no number: nothing was served"), held=held))
             return
         made = figure(
             name,
@@ -129,6 +134,9 @@ class Judge:
                 at_least=limit if better == "higher" else None,
                 baseline=ratio.baseline,
             )
+        elif any(map(isnan, by_policy.get(OURS, ()))):
+            limits = {"at_most" if better == "lower" else "at_least": limit}
+            self.value(name, by_policy[OURS], "x", **limits)
         return ratio
 
     def served(self, scenes: Sequence[Runs]) -> None:

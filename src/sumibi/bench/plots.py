@@ -110,7 +110,7 @@ def _w2(scenes: Sequence[Runs], path: Path) -> Path:
     for which, (axes, title) in enumerate(
         zip(panels, ("output tokens/s", "mean TTFT, s", "p90 TTFT, s"), strict=True)
     ):
-        for policy in reversed(_policies(scenes)):
+        for policy in _policies(scenes):
             values = [
                 _mean(
                     (
@@ -127,6 +127,7 @@ def _w2(scenes: Sequence[Runs], path: Path) -> Path:
                 values,
                 color=COLOUR[policy],
                 linewidth=2.4 if policy == OURS else 1.1,
+                zorder=3 if policy == OURS else 2,
                 label=policy,
             )
         for rows, marker, label in (
@@ -166,7 +167,7 @@ def _caches(scenes: Sequence[Runs], path: Path) -> Path:
     for axes, number in zip(panels[0], users, strict=True):
         mine = [runs for runs in scenes if runs.scene.users == number]
         sizes = [_tokens_m(runs) for runs in mine]
-        for policy in reversed(_policies(mine)):
+        for policy in _policies(mine):
             points = [
                 (size, _mean(hit_rate(one) for one in runs.played[policy]))
                 for size, runs in zip(sizes, mine, strict=True)
@@ -179,6 +180,7 @@ def _caches(scenes: Sequence[Runs], path: Path) -> Path:
                 markersize=6,
                 color=COLOUR[policy],
                 linewidth=2.4 if ours else 1.0,
+                zorder=3 if ours else 2,
                 label=policy,
             )
         some = [next(one for runs_ in runs.played.values() for one in runs_) for runs in mine]

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 from sumibi.bench import grid, plots, tables
@@ -148,6 +149,9 @@ def show(judged: Sequence[Judge]) -> None:
         reached = f"{row.targets - len(row.missed)} of {row.targets} targets reached"
         print(f"{row.row}: {reached if row.targets else row.figures[0].value}")
         for each in sorted(row.missed, key=_lack, reverse=True)[:SHOWN]:
+            if isinstance(each.value, str):
+                print(f"  {each.name}: {each.value}")
+                continue
             baseline = "" if each.baseline is None else f", baseline {each.baseline:g}"
             value = f"{each.value:g} {each.unit}".rstrip()
             print(f"  {each.name}: {value} (target {each.op} {each.target:g}{baseline})")
@@ -157,6 +161,8 @@ def show(judged: Sequence[Judge]) -> None:
 
 def _lack(each: Figure) -> float:
     """By what factor a target was missed."""
-    value, target = float(each.value), each.target or 0.0
+    if isinstance(each.value, str):
+        return inf
+    value, target = each.value, each.target or 0.0
     over, under = (value, target) if each.op == "<=" else (target, value)
     return over / under if under else over
