@@ -96,6 +96,8 @@ def run(
     report: Report,
 ) -> tuple[list[tuple[Point, Outcome]], list[Failed]]:
     """Outcomes of all points, in their order, and what failed. `report` is told of progress and time left."""
+    if not points:
+        return [], []
     found: dict[int, Outcome] = {}
     failed: list[Failed] = []
     open_: list[int] = []
@@ -118,7 +120,7 @@ def run(
             what += f", about {_duration(left_s / min(jobs, max(1, len(open_))))} left"
         if done == len(points):
             what = f"{len(points)} runs{before} in {_duration(monotonic() - began_s)}"
-        report("simulations", what, done / len(points) if points else 1.0)
+        report("simulations", what, done / len(points))
 
     tell()
     if open_:
