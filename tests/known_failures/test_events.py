@@ -250,10 +250,6 @@ def test_f28_a_tier_that_never_reports_removals_does_not_grow_for_ever():
     assert matched(lab, prompt(99, 8 * BLOCK)) == 0  # the host's blocks are no device hits
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="source.Source._stored drops a sixteenth of the limit once an event: longer events outgrow it",
-)
 def test_f28_nor_by_events_that_are_long_beside_the_limit():
     """The same, 8 blocks an event and room for 64."""
     lab = Lab(check=False, max_lower_tier_blocks=64)

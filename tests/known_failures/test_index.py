@@ -91,11 +91,6 @@ def test_f14_all_maps_counted_a_token_in_blocks_of_1_costs_no_multiple():
     assert _bytes_a_token(16) <= 260 / 16
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Recall holds device capacity only: EndpointUp has no field for lower tiers, and usage above the"
-    " prediction does not raise the limit",
-)
 def test_f15_an_approximate_index_covers_all_tiers():
     """R#1650: the approximate index is sized by the GPU's blocks though the engine offloads to host memory.
     Here the device holds 10 blocks, the host all; the engine says so by its cached tokens.
@@ -143,14 +138,14 @@ def test_f16_larger_blocks_of_a_lower_tier_do_not_disturb_the_device_s():
 def test_f16_each_endpoint_has_its_own_capacity():
     """Mixed engines: what is remembered of a small one is not sized by a large one, in whatever order."""
     lab = Lab()
-    lab.up("small", kv_tokens=8 * BLOCK)
-    lab.up("large", kv_tokens=80 * BLOCK)
-    lab.up("small", kv_tokens=8 * BLOCK)
+    sizes = {"small": 8 * BLOCK, "large": 80 * BLOCK}
+    for name in ("small", "large", "small"):
+        lab.up(name, kv_tokens=sizes[name], process_start_s=1.0)
     for name, other in (("small", "large"), ("large", "small")):
-        lab.up(other, models=["another"], kv_tokens={"small": 8, "large": 80}[other] * BLOCK)
+        lab.tell(EndpointDown, endpoint=other, cause="away for a moment")
         for i in range(10):
             assert lab.run(f"{name}{i}", prompt(i, 4 * BLOCK)) == name
-        lab.up(other, kv_tokens={"small": 8, "large": 80}[other] * BLOCK)
+        lab.up(other, kv_tokens=sizes[other], process_start_s=1.0)
     assert (lab.view("small").blocks, lab.view("large").blocks) == (8, 40)
     assert [matched(lab, prompt(i, 4 * BLOCK), "small") for i in (7, 8, 9)] == [0, 4 * BLOCK, 4 * BLOCK]
     assert matched(lab, prompt(0, 4 * BLOCK), "large") == 4 * BLOCK

@@ -224,11 +224,6 @@ def test_f31_the_version_of_an_adapter_is_in_its_keys():
     assert len({key for each in keys for key in each}) == 12
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an adapter's blocks outlive it: Fleet.upsert/_unserve keeps what is known under a name that an"
-    " endpoint no longer serves, and no version of an adapter reaches prompts' keys",
-)
 @pytest.mark.parametrize("has_events", [True, False])
 def test_f31_an_adapter_reloaded_under_its_name_hits_nothing_of_the_old_one(has_events):
     """vllm#30931: an adapter is reloaded under one name and the KV of the old weights counts as hits."""

@@ -77,10 +77,10 @@ def test_those_decoding_are_delayed_by_the_prefill_and_by_longer_steps():
         made.first(name)
     c, latency = cost(made, "3", 100), made.view("a").latency
     growth = latency.d1_s + latency.d2_s * (100 + OUTPUT / 2)
-    assert c.delay_s == pytest.approx(2 * (c.compute_s + DECODE * OUTPUT * growth))
+    assert c.delay_s == pytest.approx(DECODE * 2 * (c.compute_s + OUTPUT * growth))
     # Whoever is in its prefill will decode as well: the longer steps are its own, the prefill is a wait.
     c = cost(made, "4", 100)
-    assert c.delay_s == pytest.approx(2 * c.compute_s + DECODE * (2 + 1) * OUTPUT * growth)
+    assert c.delay_s == pytest.approx(DECODE * (2 * c.compute_s + (2 + 1) * OUTPUT * growth))
 
 
 def test_a_full_batch_is_waited_for():

@@ -6,15 +6,16 @@ from sumibi.core.latency import CPU_CORE_135M, LatencyModel
 
 
 class BandLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much may wait in one priority's queue, and how long. Defaults are llm-d's."""
+    """How much may wait in one priority's queue, and how long. Sizes are llm-d's defaults."""
 
     priority: int = 0
     max_requests: int = 5_000
     """Beyond it new ones are refused (429)."""
     max_bytes: int = 1_000_000_000
     """Of their bodies, estimated from their prompts' tokens; beyond it new ones are refused (429)."""
-    ttl_s: float | None = 60.0
-    """Longest wait before a request is refused (429). None: as long as its client has patience."""
+    ttl_s: float | None = 300.0
+    """Longest wait before a request is refused (429): about the patience of usual clients, for what waits
+    here would wait in an engine's queue without us. None: as long as its client waits."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ pending  until blocks that another request is computing there are done. Its pref
          already, hence the maximum. Pending blocks are never a hit.
 room     until enough of those who run there are over, where their KV leaves too little for this one.
 compute  prefill of the tokens that are neither there nor pending.
-delay    for those decoding there: each stands still while this prefill is computed, and each later step
-         is longer by one sequence (DECODE). Those of a higher priority count for more, of a lower one for
+delay    for those decoding there (DECODE): each stands still while this prefill is computed, and each later
+         step is longer by one sequence. Those of a higher priority count for more, of a lower one for
          less. And for those expected back while it is computed, by the times after which prefixes
          returned so far (`returns`): they will have to wait for what is left of it.
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
@@ -102,7 +102,8 @@ def price(
         step_s = start.d0_s * decode_factor + places * step_growth_s
         wait_s += (inflight - places + 1) / places * output_tokens * step_s
     # A prefill holds up those who decode; a longer step those as well who will by then.
-    delay_s = decodes * compute_s + DECODE * (decodes + len(load.prefills)) * output_tokens * step_growth_s
+    longer_s = (decodes + len(load.prefills)) * output_tokens * step_growth_s
+    delay_s = DECODE * (decodes * compute_s + longer_s)
 
     recency = endpoint.order_victims(t, block_tokens, returns)
     capacity = endpoint.kv_tokens

@@ -112,7 +112,7 @@ class Endpoint:
         self.dispatched = 0
         self.load = Load()
         self.busy = BusyPeriod()
-        self.recall = Recall(index, config.recall_blocks)
+        self.recall = Recall(index, config.recall_blocks, config.max_lower_tier_blocks)
         self.feed: Feed | None = None
         """What its KV events said; stays if they stop for a while."""
         self.recency = Recency(config.recall_blocks)
@@ -156,11 +156,15 @@ class Endpoint:
         return self.recency
 
     def overfull(self, block_tokens: int) -> bool:
-        """Whether the prefills that were sent there will evict something before they are computed."""
+        """Whether the prefills that were sent there will evict something before they are computed.
+
+        Not where lower tiers, which nobody tells of, seem to keep what the device evicts.
+        """
         tokens = self.load.prefill_tokens
         return (
             tokens > 0
             and self.kv_tokens is not None
+            and not self.recall.below_blocks
             and self.resident_blocks() * block_tokens + tokens > self.kv_tokens
         )
 
@@ -299,11 +303,16 @@ class Fleet:
         elif endpoint.learner.start != latency:
             endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
+        left = {self.key_name(name) for name in endpoint.models}
         for name in endpoint.models:
             if name not in event.models:
                 self._unserve(name, endpoint)
         endpoint.models = list(event.models)
         self._name(event.aliases)
+        left.difference_update(self.key_name(name) for name in endpoint.models)
+        if left:
+            # One that comes back may have other weights, as an adapter that is loaded anew.
+            endpoint.recall.forget(left)
         for name in endpoint.models:
             model = self.models.setdefault(name, Model(name))
             model.endpoints[endpoint.name] = endpoint
@@ -311,8 +320,8 @@ class Fleet:
                 model.block_tokens = _routing_block(event.engine_block_tokens)
         if endpoint.kv_tokens and endpoint.models:
             tokens = self.block_tokens(endpoint.models[0])
-            endpoint.recall.limit_blocks = max(1, endpoint.kv_tokens // tokens)
-            endpoint.recency.limit(endpoint.recall.limit_blocks)
+            endpoint.recall.device_blocks = max(1, endpoint.kv_tokens // tokens)
+            endpoint.recency.limit(endpoint.recall.device_blocks)
         return endpoint
 
     def _name(self, aliases: list[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate, Outcome
 from sumibi.routing.events import Finished, FinishReason
-from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Endpoint, Model
+from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Endpoint, Fleet, Model
 from sumibi.routing.ledger import Ledger
 from sumibi.routing.requests import Attempt, Request
 
@@ -80,13 +80,22 @@ def finished(request: Request, attempt: Attempt, ledger: Ledger, event: Finished
     return not in_prefill or event.reason is FinishReason.STOP
 
 
-def remember(request: Request, attempt: Attempt, event: Finished, block_tokens: int) -> None:
+def remember(request: Request, attempt: Attempt, event: Finished, fleet: Fleet) -> None:
     """The endpoint has computed this prompt and no events tell of it."""
-    keys, recall = request.event.keys, attempt.endpoint.recall
-    believed = attempt.candidate.matched_tokens
-    if event.cached_tokens is not None and event.cached_tokens < believed:
-        recall.correct(keys[: believed // block_tokens], event.cached_tokens // block_tokens)
-    recall.remember(keys)
+    name, keys, recall = request.event.model, request.event.keys, attempt.endpoint.recall
+    if name not in attempt.endpoint.models:
+        return  # it left meanwhile, and may come back with other weights
+    if event.cached_tokens is not None:
+        block_tokens = fleet.block_tokens(name)
+        believed, cached = (
+            attempt.candidate.matched_tokens // block_tokens,
+            event.cached_tokens // block_tokens,
+        )
+        if cached < believed:
+            recall.correct(keys[:believed], cached)
+        else:
+            recall.found(keys, cached)
+    recall.remember(keys, fleet.key_name(name))
 
 
 def answer(request: Request, attempt: Attempt, model: Model, event: Finished, decodes: int) -> None:

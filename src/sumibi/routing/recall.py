@@ -3,14 +3,14 @@
 The order imitates the engine's: the blocks of one prompt age from its end to its start, so a chain is
 given up from the back. `usage.cached_tokens` corrects it. If the engine had less of a prompt than we
 believed, the first block it lacked was evicted, and an engine that evicts by age has lost all that is older
-too.
+too. If it had more, it has room for more: tiers below the device that it does not tell of either.
 
 A prompt is used as a whole, so only where it ends is put in order of use: a block is as young as the
 youngest end at or behind it. An agent's turn thus costs what it adds, not all that was said before.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sumibi.routing.index import BlockIndex
 
@@ -18,19 +18,30 @@ from sumibi.routing.index import BlockIndex
 class Recall:
     """Remembered blocks of one endpoint, in the index under a holder of its own."""
 
-    def __init__(self, index: BlockIndex, limit_blocks: int) -> None:
+    def __init__(self, index: BlockIndex, device_blocks: int, most_below_blocks: int = 0) -> None:
         self._index = index
         self.holder = index.new_holder()
-        self.limit_blocks = limit_blocks
+        self.device_blocks = device_blocks
+        """Room of its device cache, as far as known."""
+        self._most_below_blocks = most_below_blocks
+        self.below_blocks = 0
+        """Room that it seems to have beyond that."""
         self._parents: dict[int, int | None] = {}
         """Every remembered block's. A block is there only with all before it."""
         self._children: dict[int, int] = {}
         """How many blocks hang from it, if any do."""
         self._ends: OrderedDict[int, None] = OrderedDict()
         """Last blocks of prompts in order of use, the oldest first; all blocks without children are here."""
+        self._models: dict[int, str] = {}
+        """The model of each chain, by its first block."""
 
-    def remember(self, keys: Sequence[int]) -> None:
-        """A prompt with these blocks was computed there just now."""
+    @property
+    def limit_blocks(self) -> int:
+        """Blocks that are remembered at most."""
+        return self.device_blocks + self.below_blocks
+
+    def remember(self, keys: Sequence[int], model: str = "") -> None:
+        """A prompt with these blocks, hashed under this name, was computed there just now."""
         known = self._known(keys)
         parent = keys[known - 1] if known else None
         if known < len(keys):
@@ -38,6 +49,8 @@ class Recall:
             new = new[: len(new) - self._index.add(self.holder, parent, new)]
             if new and parent is not None:
                 self._ends.pop(parent, None)
+            elif new:
+                self._models[new[0]] = model
             for key in new:
                 self._parents[key] = parent
                 if parent is not None:
@@ -59,6 +72,26 @@ class Recall:
             while lost in self._parents:
                 self._forget_oldest(gone)
             self._index.remove(self.holder, gone)
+            # It has no room for what it lost beside what is left.
+            self.below_blocks = min(self.below_blocks, max(0, len(self._parents) - self.device_blocks))
+
+    def found(self, keys: Sequence[int], cached_blocks: int) -> None:
+        """The engine had `cached_blocks` of these: as many as are not remembered fit in beside the others."""
+        more = cached_blocks - self._known(keys)
+        if more > 0:
+            self.below_blocks = min(self.below_blocks + more, self._most_below_blocks)
+
+    def forget(self, models: Collection[str]) -> None:
+        """What was hashed under these names is worth nothing any more."""
+        gone: dict[int, None] = {}
+        # In the order in which they came, so parents are before their children.
+        for key, parent in self._parents.items():
+            if parent in gone if parent is not None else self._models[key] in models:
+                gone[key] = None
+        for key in gone:
+            for known in (self._parents, self._children, self._ends, self._models):
+                known.pop(key, None)
+        self._index.remove(self.holder, gone)
 
     def clear(self) -> None:
         """The endpoint lost everything."""
@@ -74,6 +107,8 @@ class Recall:
         self._parents.clear()
         self._children.clear()
         self._ends.clear()
+        self._models.clear()
+        self.below_blocks = 0
 
     def _known(self, keys: Sequence[int]) -> int:
         """How many leading blocks are remembered; what is remembered is whole from its start."""
@@ -97,6 +132,7 @@ class Recall:
         parent = self._parents.pop(oldest)
         gone.append(oldest)
         if parent is None:
+            del self._models[oldest]
             return
         self._children[parent] -= 1
         if not self._children[parent]:

@@ -36,6 +36,7 @@ from sumibi.routing.events import (
     Admitted,
     Arrived,
     AskReplay,
+    Change,
     Dispatch,
     Dispatched,
     EndpointDown,
@@ -229,7 +230,7 @@ class Router:
             self._count.actual_cached_tokens += event.cached_tokens
             self._count.reported_prompt_tokens += event.prompt_tokens or request.event.prompt_tokens
         if computed and attempt.current and not request.announced(endpoint):
-            lessons.remember(request, attempt, event, self._fleet.block_tokens(request.event.model))
+            lessons.remember(request, attempt, event, self._fleet)
         if event.reason is FinishReason.STOP:
             lessons.answer(request, attempt, self._fleet.models[request.event.model], event, decodes)
         if computed:
@@ -441,7 +442,7 @@ class Router:
         feed = endpoint.feed
         if feed is not None:
             feed.sequence.replay = event.has_replay
-            feed.source.served = list(event.models)
+            self._changed(endpoint, feed.source.serve(list(event.models)))
         if not endpoint.has_events:
             return
         model, block_tokens = self.key_name(event.models[0]), self._fleet.block_tokens(event.models[0])
@@ -579,12 +580,16 @@ class Router:
             self._out.append(WakeAt(at=step.wake_at))
         if step.trusted:
             endpoint.suspect = None
+        self._changed(endpoint, changes)
+        self._grade(endpoint, step.cause)
+
+    def _changed(self, endpoint: Endpoint, changes: list[Change]) -> None:
+        """Take over what KV events, or their end, changed; in recorded logs this stands for it."""
         if changes:
             residency = Residency(t=self._t, endpoint=endpoint.name, changes=changes)
             if self._observer is not None:
                 self._observer(residency)
             self._residency(residency)
-        self._grade(endpoint, step.cause)
 
     # --- time ---
 

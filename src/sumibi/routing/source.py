@@ -160,6 +160,8 @@ class Source:
         """By engine block: routing blocks that it has a part in and that its own record does not name."""
         self._orphans: dict[EngineHash, list[_Orphans]] = {}
         """By the parent they wait for, the oldest first."""
+        self._adapters: dict[str, dict[EngineHash, None]] = {}
+        """Blocks of each served adapter, and some that are gone already."""
 
     def apply(self, events: Sequence[KVEvent]) -> list[Change]:
         """Take the events of one batch, in order; the changes they make, in order."""
@@ -179,7 +181,26 @@ class Source:
         self._other_groups.clear()
         self._shared.clear()
         self._orphans.clear()
+        self._adapters.clear()
         self.orphan_blocks = 0
+
+    def serve(self, names: Sequence[str]) -> list[Change]:
+        """These are the names that requests may ask for from now on.
+
+        What was stored for an adapter that is no longer among them counts for nothing: it may come back with
+        other weights. The engine may well have the blocks still, so what they are stays known: it says when
+        they are evicted, and if it stores them anew they are there.
+        """
+        changes: list[Change] = []
+        for adapter in [adapter for adapter in self._adapters if adapter not in names]:
+            blocks = self._adapters.pop(adapter)
+            for pool in self._pools.values():
+                here = [block for block in blocks if block in pool.chains]
+                keys = [key for block in here for key in self._keys(pool, block)]
+                if keys:
+                    changes.append(KeysRemoved(pool.tier, keys))
+        self.served = names
+        return changes
 
     def drop_orphans(self) -> None:
         """Give up the blocks whose parent has not come."""
@@ -190,6 +211,8 @@ class Source:
 
     def _stored(self, event: BlockStored, changes: list[Change]) -> None:
         pool = self._pool(event, changes)
+        if pool is not None:
+            self._note_adapter(event)
         if pool is None:
             self._count.skipped_events += 1
         elif event.block_size <= 0 or len(event.token_ids) != len(event.block_hashes) * event.block_size:
@@ -211,7 +234,7 @@ class Source:
                 self._stored_uneven(pool, event, start, None, changes)
             if self._orphans:
                 self._adopt(event, changes)
-        if pool is not None and len(pool.chains) > pool.limit:
+        while pool is not None and len(pool.chains) > pool.limit:
             self._drop_oldest(pool, changes)
 
     def _pool(self, event: BlockStored, changes: list[Change]) -> _Pool | None:
@@ -246,10 +269,21 @@ class Source:
 
     def _root(self, event: BlockStored) -> int:
         salt = event.cache_salt or _salt(event) or ""
-        adapter = event.lora_name or ("" if event.lora_id is None else f"lora-{event.lora_id}")
+        adapter = _adapter(event)
         if adapter in self.served:
             return root_key(adapter, salt=salt)
         return root_key(self.model, adapter=adapter, salt=salt)
+
+    def _note_adapter(self, event: BlockStored) -> None:
+        """Remember whose blocks these are, if they are an adapter's that requests may ask for."""
+        adapter = _adapter(event)
+        if not adapter or adapter not in self.served:
+            return
+        noted = self._adapters.setdefault(adapter, {})
+        if len(noted) > 2 * sum(len(pool.chains) for pool in self._pools.values()):
+            for block in [block for block in noted if self._known(block) is None]:
+                del noted[block]
+        noted.update(dict.fromkeys(event.block_hashes))
 
     def _known(self, block: EngineHash) -> _Chain:
         for pool in self._pools.values():
@@ -574,6 +608,11 @@ def _same(one: _Part | _Joint, other: _Part | _Joint) -> bool:
 
 def _tier(medium: str | None) -> str:
     return medium.lower() if medium else DEVICE
+
+
+def _adapter(event: BlockStored) -> str:
+    """The adapter that it was computed with, by the engine's name for it; empty for none."""
+    return event.lora_name or ("" if event.lora_id is None else f"lora-{event.lora_id}")
 
 
 def _salt(event: BlockStored) -> str | None:
