@@ -253,7 +253,7 @@ def test_f45_overload_is_told_as_429_or_503(ends):
         if isinstance(answer, Refuse):
             told.add((answer.status, answer.reason))
     assert told == {(429, "rejected-saturated")}
-    lab.t += 100.0
+    lab.t += 400.0
     lab.tell(EndpointDown, endpoint="a", cause="health")
     told = set(refusals(lab.tell(Tick)).values())
     assert told <= {(503, "rejected-no-endpoints"), (429, "rejected-ttl-expired")}

@@ -19,7 +19,7 @@ from hashlib import sha256
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
-from sumibi.sim.cache import PrefixCache
+from sumibi.core.prefixcache import PrefixCache
 from sumibi.sim.workload import Session, Turn, Workload
 
 PAUSE_MS = 30_000
