@@ -3,6 +3,7 @@
 import json
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from sumibi.bench import grid, pool, routing
 from sumibi.bench.claims import chunk_stall_s
 from sumibi.bench.judging import Judge
+from sumibi.bench.least import Least, least_busy_spread
 from sumibi.bench.playing import part_of, play
 from sumibi.bench.scenes import Caches, Point, Scene
 from sumibi.bench.traffic import live_tokens, played_by, prepared, workload
@@ -118,6 +120,21 @@ def test_a_part_is_what_its_rows_say():
     part = part_of(calls, [0, 1, 2])
     assert (part.requests, part.served, part.ttft_mean_s) == (3, 2, 2.0)
     assert part.output_tokens_per_s == 100 / 304  # the client that gave up kept the engines until 314 s
+
+
+def test_how_even_busy_time_could_have_been():
+    """Two replicas, 400 s of work together in the first ten minutes: 200 s each would be even."""
+    calls = Calls()
+    for arrival_s, end_s in ((0.0, 260.0), (260.0, 370.0), (550.0, 650.0)):
+        calls.arrival_s.append(arrival_s)
+        calls.end_s.append(end_s)
+    run = SimpleNamespace(
+        calls=calls, busy_s=[{0: 60.0, 1: 60.0, 2: 60.0, 3: 60.0, 4: 60.0}, {5: 60.0, 9: 40.0}]
+    )
+    least = Least([0, 1, 2], service_s=[250.0, 110.0, 90.0])
+    # the first took 250 s on one replica; of the third at least 40 s were before 600 s
+    assert least_busy_spread(run, least, lambda i: i) == pytest.approx(250 / 200)
+    assert least_busy_spread(run, least, lambda i: "session") == pytest.approx((250 + 110 + 40) / 200)
 
 
 def test_one_user_on_each_replica_is_even():

@@ -7,6 +7,7 @@ from time import perf_counter
 
 from sumibi.bench.bounds import BoundsOf
 from sumibi.bench.cachegrid import play_router
+from sumibi.bench.least import even_e2e_s, least_busy_spread, least_of, warm
 from sumibi.bench.scenes import Caches, Outcome, Part, Point
 from sumibi.bench.traffic import live_tokens, played_by, prepared, workload
 from sumibi.core.latency import LatencyModel
@@ -14,7 +15,7 @@ from sumibi.routing.config import BandLimits, RouterConfig
 from sumibi.sim.arithmetic import Stream, bound, in_order, pooled_lru
 from sumibi.sim.calibration import calibrated
 from sumibi.sim.fleet import FleetSpec
-from sumibi.sim.results import NAN, WARM_TOKENS, Calls, Run, Status, mean, percentile
+from sumibi.sim.results import NAN, Calls, Status, mean, percentile
 from sumibi.sim.simulate import simulate
 from sumibi.sim.workload import Workload
 from sumibi.sim.world import wrong
@@ -101,7 +102,7 @@ def _simulated(point: Point, fleet: FleetSpec, traces: Path | None) -> Outcome:
         pooled = _bounds(scene.traffic, scene.part, seed, traces).run(run.calls, fleet).pooled_lru
     calls, figures = run.calls, run.summary
     rows = range(len(calls))
-    least, least_warm = _least_ttft_s(run, fleet)
+    least = least_of(calls, fleet)
     stages = sorted(set(calls.stage)) if scene.rates else []
     priorities = sorted(set(calls.priority))
     return Outcome(
@@ -113,14 +114,20 @@ def _simulated(point: Point, fleet: FleetSpec, traces: Path | None) -> Outcome:
         pooled_lru_hit_rate=pooled,
         ttft_p50_s=figures.ttft_p50_s,
         warm_ttft_p99_s=figures.warm_ttft_p99_s,
-        least_ttft_mean_s=mean(least),
-        least_ttft_p50_s=percentile(least, 0.5),
-        least_warm_ttft_p99_s=percentile(least_warm, 0.99),
+        least_ttft_mean_s=mean(least.ttft_s),
+        least_ttft_p50_s=percentile(least.ttft_s, 0.5),
+        least_warm_ttft_p99_s=percentile(warm(calls, least), 0.99),
         itl_p50_s=figures.itl_p50_s,
         itl_p99_s=figures.itl_p99_s,
         e2e_mean_s=figures.e2e_mean_s,
-        even_e2e_mean_s=NAN if _users_think(played) else _even_e2e_s(run, fleet, mean(least)),
+        even_e2e_mean_s=NAN if _users_think(played) else even_e2e_s(run, fleet, least.ttft_s),
         busy_spread_p95=figures.busy_spread_p95,
+        least_busy_spread_p95=least_busy_spread(run, least, lambda i: i),
+        staying_busy_spread_p95=least_busy_spread(
+            run,
+            least,
+            lambda i: (calls.session[i], played.sessions[calls.session[i]].turns[calls.turn[i]].agent),
+        ),
         stages={at: part_of(calls, [i for i in rows if calls.stage[i] == at]) for at in stages if at},
         priorities={
             priority: part_of(
@@ -155,36 +162,6 @@ def _within(calls: Calls, windows_s: Sequence[tuple[float, float]]) -> list[int]
     return [i for i, at in enumerate(calls.arrival_s) if any(begin <= at < end for begin, end in windows_s)]
 
 
-def _least_ttft_s(run: Run, fleet: FleetSpec) -> tuple[list[float], list[float]]:
-    """Times to first token that no router gets under, of all served requests and of the warm ones: alone on
-    the fastest kind of replica, with all of its past in the cache. Engines' noise aside.
-    """
-    calls, rows = run.calls, run.calls.done()
-    kinds = [(group.times(), group.chunk_tokens) for group in fleet.groups]
-    all_s, warm_s = [], []
-    for i in rows:
-        new = calls.unavoidable_tokens[i]
-        known = calls.prompt_tokens[i] - new
-        least_s = min(times.alone_s(new, known, chunk_tokens=chunk) for times, chunk in kinds)
-        all_s.append(fleet.overhead_s + least_s)
-        if new <= WARM_TOKENS:
-            warm_s.append(all_s[-1])
-    return all_s, warm_s
-
-
 def _users_think(played: Workload) -> bool:
     """Are there times in which a user waits for nothing?"""
     return played.pause_s > 0 or any(turn.delay_s for session in played.sessions for turn in session.turns)
-
-
-def _even_e2e_s(run: Run, fleet: FleetSpec, least_ttft_s: float) -> float:
-    """See `Outcome.even_e2e_mean_s`: first tokens as if alone, then steps of users / replicas sequences."""
-    users, calls, rows = run.summary.users, run.calls, run.calls.done()
-    output = sum(calls.output_tokens[i] for i in rows)
-    if not users or len(fleet.groups) > 1 or not output:
-        return NAN
-    # a step's context: long answers are in more of them
-    held = sum(calls.output_tokens[i] * (calls.prompt_tokens[i] + calls.output_tokens[i] / 2) for i in rows)
-    sequences = max(1, round(users / fleet.replicas))
-    step_s, _ = fleet.groups[0].times().decode_line(sequences, round(sequences * held / output))
-    return least_ttft_s + step_s * output / len(rows)

@@ -184,7 +184,7 @@ def _caches(scenes: Sequence[Runs], path: Path) -> Path:
                 label=policy,
             )
         some = [next(one for runs_ in runs.played.values() for one in runs_) for runs in mine]
-        axes.plot(sizes, [one.pooled_lru_hit_rate for one in some], "k--", linewidth=1.2, label="pooled LRU")
+        axes.plot(sizes, [one.pooled_lru_hit_rate for one in some], "k_--", linewidth=1.2, label="pooled LRU")
         axes.axhline(
             some[0].bound_hit_rate, color="black", linestyle=":", linewidth=1.2, label="endless cache"
         )

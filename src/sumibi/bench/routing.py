@@ -132,10 +132,11 @@ def _gallery(pictures: Sequence[Path]) -> list[str]:
 def _reading() -> list[str]:
     return [
         "\n## Every policy's figures\n",
-        "Means over the seeds; bold is best. The bound of a TTFT: each request alone on the fastest replica,"
-        " its whole past in the cache. Spread evenly: about what it takes if users are evenly on all replicas"
-        " at all times and nothing is computed twice. Pooled LRU: one cache as large as all replicas'"
-        " together; a fleet can get above it where one cache would be flooded.\n",
+        "Means over the seeds; bold is best. Bound of a TTFT: each request alone on the fastest replica, its"
+        " whole past in the cache. Bound of busy time: a request is never on two replicas; *staying*: nor is"
+        " a conversation within ten minutes. Spread evenly: about what it takes if users are evenly on all"
+        " replicas at all times and nothing is computed twice. Pooled LRU: one cache as large as all"
+        " replicas' together; a fleet can get above it where one cache would be flooded.\n",
     ]
 
 

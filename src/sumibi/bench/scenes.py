@@ -88,6 +88,10 @@ class Outcome(msgspec.Struct, kw_only=True):
     """
     busy_spread_p95: float = float("nan")
     """95th percentile over ten-minute windows of the busiest replica's time over the mean."""
+    least_busy_spread_p95: float = float("nan")
+    """Bound: the same if only single requests could not be divided."""
+    staying_busy_spread_p95: float = float("nan")
+    """The least with conversations that stay where they are for ten minutes."""
     stages: dict[int, Part] = {}
     priorities: dict[int, Part] = {}
     windows: Part | None = None

@@ -128,6 +128,7 @@ def _serving(scenes: Sequence[Runs]) -> list[str]:
             "lower",
             ratio,
         ),
+        matrix("the least it could be for our requests and our mean", _least_spreads(scenes), None, ratio),
         matrix("requests not served", _lines(scenes, _not_served), None, whole),
         *(
             [
@@ -141,6 +142,20 @@ def _serving(scenes: Sequence[Runs]) -> list[str]:
             if any(runs.scene.windows_s for runs in scenes)
             else []
         ),
+    ]
+
+
+def _least_spreads(scenes: Sequence[Runs]) -> list[Line]:
+    return [
+        (
+            runs.scene.name,
+            {
+                "bound": runs.ours(lambda one: one.least_busy_spread_p95),
+                "staying": runs.ours(lambda one: one.staying_busy_spread_p95),
+            },
+            None,
+        )
+        for runs in scenes
     ]
 
 
