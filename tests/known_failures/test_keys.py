@@ -17,7 +17,9 @@ from sumibi.prompts.dialects import parse_request
 from sumibi.prompts.keys import PromptGrade, PromptReader
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
-from sumibi.routing.events import FinishReason
+from sumibi.routing.config import RouterConfig
+from sumibi.routing.events import EndpointDown, FinishReason
+from sumibi.routing.router import Router
 
 TOOLS = [
     {
@@ -239,6 +241,52 @@ def test_f31_an_adapter_reloaded_under_its_name_hits_nothing_of_the_old_one(has_
     assert matched(lab, token_ids, "e", "ad") == 4 * BLOCK
     lab.up("e", models=["m"], has_events=has_events)
     lab.up("e", models=["m", "ad"], has_events=has_events)
+    assert matched(lab, token_ids, "e", "ad") == 0
+
+
+@pytest.mark.parametrize("has_events", [True, False])
+def test_f31_what_others_have_stays_when_an_adapter_leaves(has_events):
+    """vllm#30931, the price: no more is forgotten than the adapter's own, there; and a log says the same."""
+    lab, names, token_ids = Lab(), ["m", "ad", "other"], prompt("p", 4 * BLOCK)
+    for endpoint in "ef":
+        lab.up(endpoint, models=names, has_events=has_events, process_start_s=1.0)
+        for n, model in enumerate(names):
+            if has_events:
+                stored = adapter_blocks(
+                    token_ids, first=10 * n, name=None if model == "m" else model, lora_id=None
+                )
+                lab.batch(endpoint, EventBatch(seq=n, ts=0.0, events=[stored]))
+            else:
+                lab.ask(f"{endpoint}{model}", [*token_ids, 1], model=model)
+                lab.first(f"{endpoint}{model}")
+                lab.finish(f"{endpoint}{model}")
+        lab.tell(EndpointDown, endpoint=endpoint, cause="away for a moment")
+    for endpoint in "ef":
+        lab.up(endpoint, models=names, has_events=has_events, process_start_s=1.0)
+    if has_events:
+        for endpoint in "ef":
+            lab.batch(endpoint, EventBatch(seq=3, ts=0.0, events=[]))
+    everything = {(e, m): 4 * BLOCK for e in "ef" for m in names}
+    assert {(e, m): matched(lab, token_ids, e, m) for e, m in everything} == everything
+    lab.up("e", models=["m", "other"], has_events=has_events, process_start_s=1.0)
+    lab.up("e", models=names, has_events=has_events, process_start_s=1.0)
+    found = {(e, m): matched(lab, token_ids, e, m) for e, m in everything}
+    assert found == everything | {("e", "ad"): 0}
+    fresh = Router(RouterConfig(hold_above_s=None))
+    for event in lab.recorded:
+        fresh.handle(event)
+    assert fresh.decisions(1000) == lab.router.decisions(1000)
+
+
+def test_f31_a_prompt_that_was_under_way_when_its_adapter_left_is_not_remembered():
+    """vllm#30931: it ends after the old weights have gone."""
+    lab, token_ids = Lab(), prompt("p", 4 * BLOCK)
+    lab.up("e", models=["m", "ad"])
+    lab.ask("r", [*token_ids, 1], model="ad")
+    lab.up("e", models=["m"])
+    lab.first("r")
+    lab.finish("r")
+    lab.up("e", models=["m", "ad"])
     assert matched(lab, token_ids, "e", "ad") == 0
 
 

@@ -224,6 +224,13 @@ def test_those_who_run_are_over_at_most_once():
     assert c.room_s == pytest.approx(OUTPUT * step_s)
 
 
+def test_who_neither_has_blocks_nor_answers_takes_no_room():
+    made = lab("a", kv_tokens=100 * BLOCK)
+    made.ask("1", prompt("1", BLOCK - 1), max_tokens=0)
+    made.ask("2", prompt("2", 200 * BLOCK), max_tokens=0)
+    assert made.candidates("2")["a"].room_s == 0.0
+
+
 def test_those_expected_back_are_delayed_by_what_is_left_of_the_prefill():
     made = lab("a", kv_tokens=1000 * BLOCK)
     ended_t = returned(made, "agent", 40 * BLOCK, 8, 10.0)

@@ -7,7 +7,7 @@ import pytest
 from routing_lab import BLOCK, Lab, prompt
 
 from sumibi.core.latency import CPU_CORE_135M, LatencyModel
-from sumibi.routing.learning import Hardware, Learner
+from sumibi.routing.learning import FIXED_S, MOST, Hardware, Learner
 
 TRUE = LatencyModel(a_s=0.03, b_s=1e-3, q_s=2e-7, d0_s=0.02, d1_s=2e-3, d2_s=1e-6)
 
@@ -127,6 +127,80 @@ def test_fixed_cost_and_work_are_told_apart_by_short_and_long_prompts():
     # One prefill at a time does not tell what of the fixed time passes once and what with each prefill.
     assert learner.overhead_s + TRUE.a_s * learner.fixed_factor == pytest.approx(0.12, rel=0.1)
     assert learner.work_factor == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_overhead_is_told_apart_by_periods_of_several_prefills(seed):
+    """It passes once a period, the fixed cost with each prefill."""
+    truth = scaled(TRUE, 4.0, 0.5, 1.0)
+    learner = taught(truth, 0.1, 300, seed=seed, noise=0.15, prefills=(1, 2, 4, 8))
+    assert learner.overhead_s == pytest.approx(0.1, rel=0.15)
+    assert learner.fixed_factor == pytest.approx(4.0, rel=0.15)
+    assert learner.work_factor == pytest.approx(0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("fixed", [1 / 3, 1, 3])
+@pytest.mark.parametrize("work", [1 / 3, 1, 3])
+def test_a_start_wrong_by_three_in_either_is_right_for_any_period_in_the_end(fixed, work):
+    start = scaled(TRUE, fixed, work, 1.0)
+    learner = taught(TRUE, 0.05, 200, start=start, noise=0.15, prefills=(1, 2, 4))
+    for prefills in (1, 4):
+        for tokens in (20, 500, 4000):
+            predicted_s = learner.overhead_s + prefills * learner.model.prefill_s(tokens)
+            assert predicted_s == pytest.approx(0.05 + prefills * TRUE.prefill_s(tokens), rel=0.1)
+
+
+def predicted(learner, tokens=1000):
+    return learner.overhead_s + learner.model.prefill_s(tokens)
+
+
+def test_an_outlier_of_twenty_times_hardly_counts():
+    draw, usual = random.Random(1), {"noise": 0.15, "prefills": (1, 2, 4)}
+    learner = taught(TRUE, 0.05, 200, **usual)
+    before_s = predicted(learner)
+    teach(learner, TRUE, 0.05, draw, tokens=(1000,), times=20.0)
+    assert predicted(learner) <= 1.15 * before_s
+    for _ in range(40):
+        teach(learner, TRUE, 0.05, draw, **usual)
+    assert predicted(learner) == pytest.approx(before_s, rel=0.1)
+
+
+def test_one_slow_endpoint_of_eight_is_told_apart_and_bends_nobody_else():
+    shared, draw = Hardware(TRUE), random.Random(2)
+    learners = [Learner(TRUE, shared) for _ in range(8)]
+    slow = learners[5]
+    for _ in range(150):
+        for learner in learners:
+            truth = scaled(TRUE, 3.0, 3.0, 1.0) if learner is slow else TRUE
+            teach(learner, truth, 0.05, draw, noise=0.15, prefills=(1, 2, 4))
+    assert slow.work_factor == pytest.approx(3.0, rel=0.15)
+    assert predicted(slow) == pytest.approx(0.05 + 3 * TRUE.prefill_s(1000), rel=0.15)
+    for learner in learners:
+        if learner is not slow:
+            assert predicted(learner) == pytest.approx(0.05 + TRUE.prefill_s(1000), rel=0.15)
+
+
+def test_it_follows_hardware_that_becomes_slower():
+    draw, usual = random.Random(3), {"noise": 0.15, "prefills": (1, 2, 4)}
+    learner, slower = taught(TRUE, 0.05, 300, **usual), scaled(TRUE, 2.0, 2.0, 1.0)
+    for _ in range(60):
+        teach(learner, slower, 0.05, draw, **usual)
+    assert predicted(learner) == pytest.approx(0.05 + slower.prefill_s(1000), rel=0.15)
+
+
+def test_the_fixed_cost_may_leave_the_band_up_to_half_a_second():
+    """Starts of fast engines are a few milliseconds; what stands around them may take far more."""
+    start, truth = scaled(TRUE, 1 / 3, 1.0, 1.0), scaled(TRUE, 5.0, 1.0, 1.0)  # 10 ms, 150 ms
+    learner = taught(truth, 0.0, 400, start=start, noise=0.1, prefills=(1, 2, 4, 8), tokens=(20, 100, 500))
+    assert MOST * start.a_s < learner.model.a_s < FIXED_S
+    for prefills in (1, 8):
+        predicted_s = learner.overhead_s + prefills * learner.model.prefill_s(100)
+        assert predicted_s == pytest.approx(prefills * truth.prefill_s(100), rel=0.15)
+    # Whatever is said, no further.
+    for _ in range(400):
+        learner.observe_prefill(40.0, 8, 0.0)
+    assert FIXED_S / 2 < learner.model.a_s <= FIXED_S * 1.001
+    assert learner.overhead_s <= FIXED_S
 
 
 def test_work_is_learnt_whatever_order_the_engine_serves_in():

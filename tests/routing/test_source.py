@@ -324,3 +324,44 @@ def test_a_grouped_store_counts_only_if_its_tokens_fill_its_blocks():
     s = source()
     assert s.apply([stored([1, 2], TOKENS[:20])]) == []
     assert s._count.skipped_events == 2
+
+
+def test_what_was_stored_for_an_adapter_counts_for_nothing_once_it_is_not_served():
+    s = source(served=("m", "ad"))
+    adapter = stored([1, 2], TOKENS[:32], lora_name="ad", lora_id=1)
+    changes = s.apply(
+        [adapter, stored([11, 12], TOKENS[:32]), stored([1], TOKENS[:16], medium="CPU", lora_name="ad")]
+    )
+    own, base = keys_of(TOKENS[:32], model="ad"), keys_of(TOKENS[:32])
+    assert resident(changes) == {*own, *base}
+    gone = s.serve(["m"])
+    assert gone == [KeysRemoved("gpu", own), KeysRemoved("cpu", own[:1])]
+    assert resident(changes + gone) == set(base)
+    # It comes back: nothing is there until it is stored anew, and removals go on counting.
+    assert s.serve(["m", "ad"]) == []
+    again = changes + gone + s.apply([stored([1], TOKENS[:16], lora_name="ad")])
+    assert resident(again) == {own[0], *base}
+    again += s.apply([BlockRemoved([1]), BlockRemoved([1, 2])])
+    assert resident(again) == set(base)
+
+
+def test_what_an_adapter_had_below_its_parent_s_return_does_not_come_back_by_itself():
+    s = source(served=("m", "ad"))
+    changes = s.apply([stored([1], TOKENS[:16], lora_name="ad")])
+    changes += s.serve(["m"])
+    changes += s.serve(["m", "ad"])
+    changes += s.apply([stored([2], TOKENS[16:32], parent=1, lora_name="ad")])
+    first, second = keys_of(TOKENS[:32], model="ad")
+    assert resident(changes) == {second}  # a hole before it: no run reaches it
+    changes += s.apply([stored([1], TOKENS[:16], lora_name="ad")])
+    assert resident(changes) == {first, second}
+
+
+def test_blocks_of_adapters_are_noted_within_bounds():
+    s = source(served=("m", "ad"))
+    for i in range(0, 4000, 4):
+        s.apply([stored(range(i, i + 4), prompt(i, 64), lora_name="ad"), BlockRemoved(list(range(i, i + 4)))])
+        s.apply([stored([10_000], TOKENS[:16])])
+        assert len(s._adapters["ad"]) <= 2 + 4
+    s.clear()
+    assert not s._adapters

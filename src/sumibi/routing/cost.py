@@ -113,7 +113,7 @@ def price(
         # Who runs keeps what it has. Where that leaves no room, so many have to finish first.
         in_use = recency.pinned_blocks * block_tokens + answers_tokens
         excess = in_use + new + output_tokens / 2 - capacity
-        if excess > 0:
+        if in_use and excess > 0:
             step_s = start.d0_s * decode_factor + inflight * step_growth_s
             room_s = min(1.0, excess / in_use) * output_tokens * step_s
     delay_s += RETURNS * (recency.delay_s(wait_s + compute_s) - recency.delay_s(wait_s))
