@@ -1,6 +1,7 @@
 """`sumibi bench routing` and `claims`: a tiny grid from end to end, what is kept, what scenes are."""
 
 import json
+import os
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +164,17 @@ def test_an_outcome_is_kept_until_what_it_depends_on_changes(tmp_path: Path):
     assert kept.get(Point(scene, "round-robin", 1)) is None
     assert kept.get(Point(msgspec.structs.replace(scene, users=5), "round-robin", 0)) is None
     assert pool.Kept(tmp_path, "other code").get(Point(scene, "round-robin", 0)) is None
+
+
+def test_only_the_latest_versions_are_kept(tmp_path: Path):
+    for number in range(pool.KEPT_VERSIONS + 2):
+        pool.Kept(tmp_path, f"code {number}")
+        os.utime(tmp_path / f"code {number}", (number, number))
+    pool.Kept(tmp_path, "code 0")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == pool.KEPT_VERSIONS
+    assert {"code 0", "code 9"} <= left  # just used, and the latest
+    assert "code 2" not in left
 
 
 def test_a_broken_file_is_played_again(tmp_path: Path):

@@ -6,10 +6,11 @@ What is kept is found again only while nothing that could change it has changed:
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
+from shutil import rmtree
 from time import monotonic
 
 import msgspec
@@ -19,7 +20,7 @@ from sumibi.bench.playing import play
 from sumibi.bench.replay import Report
 from sumibi.bench.scenes import Outcome, Point
 from sumibi.bench.traffic import RECORDED
-from sumibi.core.errors import SumibiError
+from sumibi.core.errors import EnvironmentProblem
 
 _PACKAGES = ("core", "routing", "sim", "bench")
 _ONLY_SHOWS = frozenset(
@@ -52,11 +53,20 @@ def fingerprint(traces: Path | None) -> str:
     return digest.hexdigest()[:16]
 
 
+KEPT_VERSIONS = 8
+"""Of the code, the latest used; outcomes of older ones are deleted."""
+
+
 class Kept:
     """Outcomes on disk, one small file a point."""
 
     def __init__(self, directory: Path, of: str) -> None:
         self._directory = directory / of
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.touch()
+        versions = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in versions[KEPT_VERSIONS:]:
+            rmtree(old, ignore_errors=True)
 
     def _path(self, point: Point) -> Path:
         """What a run depends on, whatever table it is for."""
@@ -73,7 +83,6 @@ class Kept:
 
     def put(self, point: Point, outcome: Outcome) -> None:
         """Whole or not at all."""
-        self._directory.mkdir(parents=True, exist_ok=True)
         path = self._path(point)
         made = path.with_suffix(f".{os.getpid()}")
         made.write_bytes(_encode(outcome))
@@ -139,7 +148,13 @@ def run(
                         number = running.pop(future)
                         try:
                             outcome = future.result()
-                        except SumibiError as problem:
+                        except BrokenExecutor as problem:
+                            raise EnvironmentProblem(
+                                "a process that played a simulation was killed: out of memory? Fewer --jobs"
+                                " need less; what was played is kept"
+                            ) from problem
+                        except Exception as problem:
+                            # a bug at one point of hundreds is reported; the others go on
                             failed.append(Failed(points[number], f"{type(problem).__name__}: {problem}"))
                             continue
                         found[number] = outcome

@@ -3,12 +3,13 @@
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 from sumibi.bench import grid, plots, tables
 from sumibi.bench.judging import Judge, gather, judge
-from sumibi.bench.pool import Kept, default_cache, fingerprint, run
+from sumibi.bench.pool import Failed, Kept, default_cache, fingerprint, run
 from sumibi.bench.program_figures import program_figures
 from sumibi.bench.replay import Report
 from sumibi.bench.report import Figure, machine, statement, write
@@ -67,12 +68,9 @@ def bench_routing(
     if len(scenes) < len(chosen):
         missing = sorted({scene.row for scene in chosen} - {scene.row for scene in scenes})
         figures.append(statement("left out", f"{', '.join(missing)}: the recorded traffic is not here"))
-    figures += [
-        statement("failed", f"{each.point.scene.row}, {each.point.scene.name}, {each.point.policy},"
-                            f" seed {each.point.seed}: {each.cause}")
-        for each in failed
-    ]  # fmt: skip
     judged = judge(gathered, cmd)
+    if failed:
+        judged.append(Judge("runs that failed", cmd, [_failure(each) for each in failed]))
     if PROGRAM in names:
         report(PROGRAM, "3,000 turns, text and all", None)
         judged.append(Judge(PROGRAM, cmd, program_figures(grid.repository(), cmd)))
@@ -123,6 +121,12 @@ def _statements(agents: str, contestants: Sequence[str], quick: bool) -> list[Fi
     if quick:
         said.append(("quick", "fewer points, one seed, the strongest baselines: an impression, no proof"))
     return [statement(name, text) for name, text in said]
+
+
+def _failure(failed: Failed) -> Figure:
+    scene = failed.point.scene
+    name = f"failed: {scene.row}, {scene.name}, {failed.point.policy}, seed {failed.point.seed}"
+    return replace(statement(name, failed.cause), held=False)
 
 
 def _gallery(pictures: Sequence[Path]) -> list[str]:
