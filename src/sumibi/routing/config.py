@@ -39,7 +39,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     wait_for_endpoint_s: float = 10.0
     """How long a request waits for an endpoint of its model to come up before it is refused (503)."""
 
-    hold_above_s: float | None = 2.0
+    hold_above_s: float | None = 1.0
     """Under policies that price: a request whose pick cannot begin with it within this time is held back
     (see `flow`) and placed later. Some engine steps' worth, so that engines always have the next requests
     at hand even if predictions are off by a factor of 3; and about what the most urgent request may find

@@ -40,14 +40,15 @@ DECODE = 0.4
 """A second later in an answer that streams already counts less than one before its first token."""
 RETURNS = 0.5
 """Those expected back count half: they may be sent elsewhere, if that is better for them."""
-EVICT = 2.0
-"""What is lost is computed again on an endpoint that has others to serve: they wait as well."""
+EVICT = 3.0
+"""What is lost is computed again on an endpoint that has others to serve: they wait as well, and it pushes
+out something in turn."""
 CROWD, POWER = 5.0, 4.0
 """Storing a second of prefill where live conversations fill the part x of the cache costs CROWD*x^POWER: they
-grow, and so does what is stored. At x = 0.8 that is what an eviction costs, at 0.5 a sixth of it."""
+grow, and so does what is stored. At x = 0.88 that is what an eviction costs, at 0.5 a tenth of it."""
 FEW_PREFILLS = 16
 """So many usual prefills are added to what each endpoint did: differences of a few do not count."""
-MILD, FREE_EXCESS, STEEP = 0.05, 0.1, 2.0
+MILD, FREE_EXCESS, STEEP = 0.05, 0.1, 4.0
 """A second of prefill on an endpoint whose share is x above the mean costs MILD*x more and, beyond
 FREE_EXCESS, STEEP for each further unit of x."""
 

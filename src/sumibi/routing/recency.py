@@ -33,6 +33,9 @@ class Recency:
         """Blocks up to the end of the first, second, ... victim."""
         self._losses: list[float] = []
         """What losing these costs in all, s by the endpoint's start coefficients."""
+        self._ends: list[tuple[int, float, float]] = []
+        """Of each: tokens from the root to its end, and its chance of return times b and q."""
+        self._block_tokens = 0
         self._live_blocks = 0.0
         self._delays_s = [0.0] * len(BUSY_S)
 
@@ -114,7 +117,10 @@ class Recency:
         if i == len(ends):
             return losses[-1] * blocks / ends[-1] if losses else 0.0
         before, lost = (ends[i - 1], losses[i - 1]) if i else (0, 0.0)
-        return lost + (losses[i] - lost) * (blocks - before) / (ends[i] - before)
+        # The last one loses its end first, which took the most to compute.
+        end_tokens, token_s, pair_s = self._ends[i]
+        tokens = (blocks - before) * self._block_tokens
+        return lost + tokens * (token_s + pair_s * (end_tokens - tokens / 2))
 
     def _compute(
         self,
@@ -125,7 +131,8 @@ class Recency:
         resident: Callable[[int], bool],
     ) -> None:
         self._computed_t = t
-        self._blocks, self._losses = [], []
+        self._block_tokens = block_tokens
+        self._blocks, self._losses, self._ends = [], [], []
         self._drop_evicted(resident)
         cache = self._cache
         total, loss_s, live, chance = 0, 0.0, float(cache.pinned), 0.0
@@ -142,6 +149,8 @@ class Recency:
                 delays = list(map(add, delays, returns.delays_s(segment.uses, t - segment.used_t)))
             self._blocks.append(total)
             self._losses.append(loss_s)
+            end_tokens = segment.end * block_tokens
+            self._ends.append((end_tokens, chance * latency.b_s, chance * latency.q_s))
         self._delays_s = delays
         self._live_blocks = live + chance * (cache.blocks - cache.pinned - total)
 
