@@ -2,11 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 from math import nan
 from pathlib import Path
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 
 from sumibi.bench import grid, pool, routing
@@ -199,6 +203,35 @@ def test_a_point_that_fails_does_not_end_the_others(tmp_path: Path):
     )
     assert [point.scene.traffic for point, _ in done] == [AGENTS]
     assert [each.cause for each in failed] == ["ConfigError: there is no traffic 'weka' here"]
+
+
+LONG = """
+from pathlib import Path
+from sumibi.bench.pool import Kept, run
+from sumibi.bench.scenes import Caches, Point, Scene
+scene = Scene(row="r", name="n", traffic="agents:sessions=400", fleet=Caches(replicas=2, blocks=100))
+run([Point(scene, "random", 0)], traces=None, jobs=1, kept=Kept(Path({directory!r}), "code"),
+    report=lambda who, what, done: None)
+"""
+
+
+def test_workers_end_with_whoever_started_them(tmp_path: Path):
+    parent = subprocess.Popen([sys.executable, "-c", LONG.format(directory=str(tmp_path))])
+    try:
+        workers: list[psutil.Process] = []
+        late_s = monotonic() + 20
+        while not any("spawn_main" in " ".join(each.cmdline()) for each in workers):
+            assert monotonic() < late_s
+            assert parent.poll() is None
+            sleep(0.1)
+            workers = psutil.Process(parent.pid).children()
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    for each in alive:
+        each.kill()
+    assert not alive
 
 
 def test_every_scene_of_the_grid_can_be_made():

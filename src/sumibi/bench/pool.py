@@ -8,9 +8,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from hashlib import sha256
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from shutil import rmtree
+from threading import Thread
 from time import monotonic
 
 import msgspec
@@ -134,7 +135,7 @@ def run(
     tell()
     if open_:
         # spawned, not forked: the parent draws progress in a thread
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
             running: dict[Future[Outcome], int] = {}
             waiting = iter(open_)
             try:
@@ -164,6 +165,18 @@ def run(
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return [(points[number], found[number]) for number in sorted(found)], failed
+
+
+def _end_with_parent() -> None:
+    """In a worker: whatever ends the parent ends it too, in the middle of a simulation if need be."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 class _Clock:
