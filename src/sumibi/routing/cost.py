@@ -31,7 +31,6 @@ Times come from the endpoint's own latency model as learnt so far.
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.fleet import Endpoint
-from sumibi.routing.returns import ReturnTimes
 
 WORK = 0.3
 """A second of prefill costs so much more than the seconds it is waited for: even an idle endpoint will be
@@ -74,7 +73,6 @@ def price(
     block_tokens: int,
     level_s: float,
     few_s: float,
-    returns: ReturnTimes,
     ahead_s: float = 0.0,
     priority: int = 0,
 ) -> Candidate:
@@ -106,8 +104,7 @@ def price(
     longer_s = (decodes + len(load.prefills)) * output_tokens * step_growth_s
     delay_s = DECODE * (decodes * compute_s + longer_s)
 
-    recency = endpoint.order_victims(t, block_tokens, returns)
-    capacity = endpoint.kv_tokens
+    recency, capacity = endpoint.recency, endpoint.kv_tokens
     answers_tokens = inflight * output_tokens / 2
     room_s = 0.0
     if capacity and inflight:

@@ -78,6 +78,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One for each candidate, in the unit of the policy: the least was picked, ties by the request's id."""
     pick: int
     """Index into `candidates`."""
+    left_out: int = 0
+    """Endpoints of a large fleet that could not be the pick and are not among the candidates."""
 
     @property
     def picked(self) -> Candidate:
@@ -148,13 +150,13 @@ def explain(decision: Decision) -> bytes:
         "prompt_tokens": decision.prompt_tokens,
         "endpoint": decision.picked.endpoint,
         "candidates": [],
-        "left_out": len(order),
+        "left_out": len(order) + decision.left_out,
     }
     shown: list[dict[str, object]] = []
     text = msgspec.json.encode(summary)
     for i in order:
         shown.append(_brief(decision.candidates[i], scores[i]))
-        summary["candidates"], summary["left_out"] = shown, len(order) - len(shown)
+        summary["candidates"], summary["left_out"] = shown, len(order) - len(shown) + decision.left_out
         longer = msgspec.json.encode(summary)
         if len(longer) > EXPLANATION_BYTES:
             break

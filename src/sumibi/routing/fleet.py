@@ -130,6 +130,7 @@ class Endpoint:
     def learn_from(self, start: LatencyModel, shared: Hardware) -> None:
         """Begin to learn its latency model: from `start`, together with those that have the same start."""
         self.learner = Learner(start, shared)
+        self.load.floors.clear()
         self.typical_prefill_s = start.prefill_s(TYPICAL_PROMPT_TOKENS)
 
     def resident_blocks(self) -> int:
@@ -148,12 +149,13 @@ class Endpoint:
         fade: float = 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S)
         return self.worked_s * fade
 
-    def order_victims(self, t: float, block_tokens: int, returns: ReturnTimes) -> Recency:
-        """Its `recency`, as of now."""
-        self.recency.refresh(
+    def order_victims(self, t: float, block_tokens: int, returns: ReturnTimes) -> None:
+        """Have its `recency` as of now."""
+        recency = self.recency
+        if recency.refresh(
             t, latency=self.learner.start, block_tokens=block_tokens, returns=returns, resident=self._has
-        )
-        return self.recency
+        ):
+            self.load.floors.clear()
 
     def overfull(self, block_tokens: int) -> bool:
         """Whether the prefills that were sent there will evict something before they are computed.
@@ -303,6 +305,7 @@ class Fleet:
         elif endpoint.learner.start != latency:
             endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
+        endpoint.load.floors.clear()
         left = {self.key_name(name) for name in endpoint.models}
         for name in endpoint.models:
             if name not in event.models:

@@ -35,11 +35,10 @@ class Gate:
         self.on = config.hold_above_s is not None and config.policy in PRICED
         """False: nothing is ever held, and nobody charged. Other policies are to be seen as they are."""
 
-    def admit(self, request: Request, t: float) -> None:
-        """It is to be placed from now on: find out whose it is."""
+    def recognise(self, request: Request) -> None:
+        """Find out whose it is, before it is held or charged for."""
         event = request.event
-        request.queued_t = t
-        if not self.on:
+        if not self.on or request.program:
             return
         request.program = event.program or event.session
         model = self._fleet.models.get(event.model)

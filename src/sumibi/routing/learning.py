@@ -49,13 +49,17 @@ class Hardware:
         "decode_factor",
         "decode_lessons",
         "lessons",
+        "most_fixed",
         "prefill_lessons",
+        "slowest",
+        "slowest_decode",
         "start",
         "x",
     )
 
     def __init__(self, start: LatencyModel) -> None:
         self.start = start
+        self.most_fixed = _most_fixed(start)
         self.x = [0.0, 1.0, 1.0]
         """Overhead (s), factor on the fixed cost, factor on the work."""
         self._p = [[u * u if i == j else 0.0 for j in range(3)] for i, u in enumerate(UNSURE)]
@@ -65,6 +69,17 @@ class Hardware:
         self.prefill_lessons = self.decode_lessons = 0
         self.lessons = 0
         """Of both kinds: changes with every change."""
+        self.slowest = self.slowest_decode = 1.0
+        """The largest factors of its own that an endpoint ever had."""
+
+    def least(self) -> tuple[float, float, float]:
+        """Factors (fixed, work, decode): times an endpoint's own never above what it is priced with."""
+        _, fixed, work = self.x
+        return (
+            min(fixed, self.most_fixed / self.slowest),
+            min(work, MOST / self.slowest),
+            min(self.decode_factor, MOST / self.slowest_decode),
+        )
 
     def teach_prefill(self, actual_s: float, prefills: int, work_s: float) -> None:
         """So many prefills with this work by the start's coefficients took `actual_s` in all."""
@@ -77,7 +92,7 @@ class Hardware:
         spread = sum(h[i] * ph[i] for i in range(3)) + (NOISE * max(actual_s, predicted_s)) ** 2
         gain = [each / spread for each in ph]
         error_s = actual_s - predicted_s
-        most = (FIXED_S, _most_fixed(self.start), MOST)
+        most = (FIXED_S, self.most_fixed, MOST)
         least = (0.0, 1 / MOST, 1 / MOST)
         for i in range(3):
             x[i] = min(max(x[i] + gain[i] * error_s, least[i]), most[i])
@@ -101,19 +116,23 @@ class Learner:
         "_decode",
         "_prefill",
         "_seen",
-        "_shared",
         "decode_factor",
         "fixed_factor",
         "overhead_s",
+        "own",
+        "own_decode",
+        "shared",
         "start",
         "work_factor",
     )
 
     def __init__(self, start: LatencyModel, shared: Hardware) -> None:
         self.start = start
-        self._shared = shared
+        self.shared = shared
         self._prefill = self._decode = 0.0
         """Logarithms of its own speed, beside what is shared."""
+        self.own = self.own_decode = 1.0
+        """Their exponentials."""
         self._seen = -1
         self.overhead_s = 0.0
         self.fixed_factor = self.work_factor = self.decode_factor = 1.0
@@ -135,15 +154,14 @@ class Learner:
 
     def sync(self) -> None:
         """Take over what other endpoints taught meanwhile."""
-        shared = self._shared
+        shared = self.shared
         if self._seen == shared.lessons:
             return
         self._seen = shared.lessons
-        own = exp(self._prefill)
         self.overhead_s, fixed, work = shared.x
-        self.fixed_factor = min(max(fixed * own, 1 / MOST), _most_fixed(self.start))
-        self.work_factor = _within(work * own)
-        self.decode_factor = _within(shared.decode_factor * exp(self._decode))
+        self.fixed_factor = min(max(fixed * self.own, 1 / MOST), shared.most_fixed)
+        self.work_factor = _within(work * self.own)
+        self.decode_factor = _within(shared.decode_factor * self.own_decode)
 
     def observe_prefill(self, actual_s: float, prefills: int, start_work_s: float) -> None:
         """`prefills` prefills whose work was `start_work_s` by the start's coefficients took `actual_s`, from
@@ -155,27 +173,31 @@ class Learner:
         predicted_s = self.overhead_s + busy_s
         if actual_s <= 0 or predicted_s <= 0:
             return
-        shared = self._shared
+        shared = self.shared
         rate = OWN_RATE * shared.prefill_lessons / (shared.prefill_lessons + OWN_DELAY)
         error = _clip(log(actual_s / predicted_s), CLIP)
-        own = exp(self._prefill)
+        own = self.own
         # What it would have taken on hardware that is like the others'.
         shared.teach_prefill(
             actual_s * (self.overhead_s + busy_s / own) / predicted_s, prefills, start_work_s
         )
         self._prefill = _clip(self._prefill + rate * error * busy_s / predicted_s, BAND)
+        self.own = exp(self._prefill)
+        shared.slowest = max(shared.slowest, self.own)
         self.sync()
 
     def observe_decode(self, actual_step_s: float, sequences: float, mean_context_tokens: float) -> None:
         """A decode step took `actual_step_s` on average, with so many sequences of such a context."""
         self.sync()
-        start, shared = self.start, self._shared
+        start, shared = self.start, self.shared
         start_s = start.d0_s + start.d1_s * sequences + start.d2_s * sequences * mean_context_tokens
         if actual_step_s <= 0 or start_s <= 0:
             return
         lessons = shared.decode_lessons
         error = _clip(log(actual_step_s / (start_s * self.decode_factor)), CLIP)
         self._decode = _clip(self._decode + OWN_RATE * lessons / (lessons + OWN_DELAY) * error, BAND)
+        self.own_decode = exp(self._decode)
+        shared.slowest_decode = max(shared.slowest_decode, self.own_decode)
         shared.teach_decode(max(2.0 / (4.0 + lessons), SHARED_FLOOR) * error)
         self.sync()
 

@@ -12,9 +12,12 @@ what was reserved.
 """
 
 from collections import Counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sumibi.core.errors import SumibiError
+
+if TYPE_CHECKING:
+    from sumibi.routing.floors import Floor
 
 
 class Owner(NamedTuple):
@@ -70,6 +73,7 @@ class Load:
         "decode_kv_tokens",
         "decode_priorities",
         "decodes",
+        "floors",
         "head_since_t",
         "history",
         "inflight",
@@ -94,6 +98,8 @@ class Load:
         """When the endpoint began to work on the first of `prefills`."""
         self.history: list[tuple[float, int]] = []
         """(t, inflight) after each change, for comparing with scrapes; bounded by `remember`."""
+        self.floors: dict[tuple[int, int], Floor] = {}
+        """What `floors` made of it; empty after each change."""
 
     def decode_weight(self, priority: int) -> float:
         """`decodes` as they count for a request of this priority that would hold them up."""
@@ -112,6 +118,7 @@ HISTORY = 256
 
 def remember(load: Load, t: float, change: int) -> None:
     """Count a request in or out of `load`, at `t`."""
+    load.floors.clear()
     load.inflight += change
     load.history.append((t, load.inflight))
     if len(load.history) > HISTORY:
@@ -165,6 +172,7 @@ class Ledger:
         self._drop_prefill(reservation, t, served_s)
         load = reservation.decode_on
         if load is not None:
+            load.floors.clear()
             load.decodes += 1
             _count(load.decode_priorities, reservation.priority, +1)
             load.decode_kv_tokens += reservation.kv_tokens
@@ -191,6 +199,7 @@ class Ledger:
         load = reservation.prefill_on
         assert load is not None
         owner = reservation.owner
+        load.floors.clear()
         if next(iter(load.prefills)) == owner:
             load.head_since_t = t
         else:

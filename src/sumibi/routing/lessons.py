@@ -1,8 +1,8 @@
 """What attempts teach: latency models, usual lengths, and what endpoints without KV events remember."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from sumibi.routing.decisions import Candidate, Outcome
+from sumibi.routing.decisions import Outcome
 from sumibi.routing.events import Finished, FinishReason
 from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Endpoint, Fleet, Model
 from sumibi.routing.ledger import Ledger
@@ -12,18 +12,20 @@ from sumibi.routing.requests import Attempt, Request
 def placed(
     keys: Sequence[int],
     model: Model,
-    endpoints: Sequence[Endpoint],
-    candidates: Sequence[Candidate],
+    matched: Mapping[Endpoint, int],
+    reused_blocks: int,
     attempt: Attempt,
     t: float,
 ) -> None:
-    """A request goes to one of `endpoints` (`candidates` are theirs): who used what last, who works."""
-    endpoint, reused = attempt.endpoint, attempt.candidate.reused_tokens
+    """A request was placed: who used what last, who works. `matched` blocks of its prompt are at each
+    endpoint that it might have gone to.
+    """
+    endpoint = attempt.endpoint
     model.returns.used(keys, t)
     attempt.prompt = endpoint.recency.begin(keys, t)
     endpoint.worked(attempt.candidate.compute_s, t)
-    for other, candidate in zip(endpoints, candidates, strict=True):
-        if candidate.matched_tokens > reused:
+    for other, blocks in matched.items():
+        if blocks > reused_blocks:
             other.recency.moved_away(keys)
 
 

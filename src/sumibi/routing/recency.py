@@ -28,7 +28,8 @@ class Recency:
 
     def __init__(self, limit_blocks: int) -> None:
         self._cache = PrefixCache(limit_blocks)
-        self._computed_t = float("-inf")
+        self.computed_t = float("-inf")
+        """As of when `loss_s`, `live_blocks` and `delay_s` are."""
         self._blocks: list[int] = []
         """Blocks up to the end of the first, second, ... victim."""
         self._losses: list[float] = []
@@ -63,12 +64,12 @@ class Recency:
         matched, segment = self._cache.find(keys)
         if segment is not None and matched == segment.end and not segment.children:
             segment.used_t = float("-inf")
-            self._computed_t = float("-inf")
+            self.computed_t = float("-inf")
 
     def clear(self) -> None:
         """Everything is lost."""
         self._cache.clear()
-        self._computed_t = float("-inf")
+        self.computed_t = float("-inf")
 
     def refresh(
         self,
@@ -78,13 +79,15 @@ class Recency:
         block_tokens: int,
         returns: ReturnTimes,
         resident: Callable[[int], bool],
-    ) -> None:
-        """Have `loss_s` and `live_blocks` as of `t`, or of shortly before.
+    ) -> bool:
+        """Have `loss_s` and `live_blocks` as of `t`, or of shortly before. False if they were.
 
         `latency` prices prefills; `resident` says of a key whether the endpoint has that block.
         """
-        if t - self._computed_t > FRESH_S:
-            self._compute(t, latency, block_tokens, returns, resident)
+        if t - self.computed_t <= FRESH_S:
+            return False
+        self._compute(t, latency, block_tokens, returns, resident)
+        return True
 
     @property
     def pinned_blocks(self) -> int:
@@ -130,7 +133,7 @@ class Recency:
         returns: ReturnTimes,
         resident: Callable[[int], bool],
     ) -> None:
-        self._computed_t = t
+        self.computed_t = t
         self._block_tokens = block_tokens
         self._blocks, self._losses, self._ends = [], [], []
         self._drop_evicted(resident)

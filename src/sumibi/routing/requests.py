@@ -86,7 +86,7 @@ class Request:
         self.queued_t = event.t
         """When it was admitted."""
         self.program = ""
-        """Whom its work is charged to; known once it was admitted."""
+        """Whom its work is charged to; known once it is held or placed."""
         self.pool = ""
         """Of endpoints, by the name of their model, that it was last held for or placed in."""
         self.charged_tokens = 0

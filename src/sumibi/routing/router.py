@@ -62,7 +62,7 @@ from sumibi.routing.flow import Held
 from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner, Reservation
-from sumibi.routing.placing import NOTHING_AHEAD, candidates, matchable_blocks
+from sumibi.routing.placing import NOTHING_AHEAD, candidates, matchable_blocks, order_some
 from sumibi.routing.policies import Ask, Policy, least, make_policy
 from sumibi.routing.requests import Attempt, Request, State
 from sumibi.routing.sequence import Forget, Step
@@ -82,7 +82,11 @@ class Choice(NamedTuple):
     """What a policy picked."""
 
     ask: Ask
+    endpoints: list[Endpoint]
     found: list[Candidate]
+    """Theirs."""
+    matched: Mapping[Endpoint, int]
+    """Blocks of the prompt at endpoints, those that are not among these included."""
     scores: list[float]
     pick: int
 
@@ -113,6 +117,8 @@ class Router:
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._outcomes: deque[Outcome] = deque(maxlen=self.config.decisions_kept)
         self._count = Counters()
+        self._after: list[Callable[[], None]] = []
+        """What is left to do of events that were taken, and does not change what was answered to them."""
         self._out: list[Instruction] = []
         self._t = float("-inf")
         self._handlers: dict[type[Event], Callable[..., None]] = {
@@ -135,12 +141,18 @@ class Router:
         """Take one event; what the shell must do now, in order. Raises SumibiError if time went backwards."""
         if event.t < self._t:
             raise SumibiError(f"time went backwards: {event.t} after {self._t} ({type(event).__name__})")
+        self._catch_up()
         self._t = event.t
         if self._observer is not None:
             self._observer(_recordable(event))
         self._out = []
         self._handlers[type(event)](event)
         return self._out
+
+    def _catch_up(self) -> None:
+        for work in self._after:
+            work()
+        self._after.clear()
 
     # --- requests ---
 
@@ -158,7 +170,7 @@ class Router:
         if request is None or request.state is not State.ARRIVED:
             self._count.stale_events += 1
             return
-        self._gate.admit(request, self._t)
+        request.queued_t = self._t
         if self._place(request, may_hold=True):
             return
         if len(self._waiting) >= self.config.max_waiting:
@@ -267,7 +279,9 @@ class Router:
         choice = self._choose(request, endpoints, ahead_s)
         if not may_hold or not self._gate.holds(choice.picked):
             self._commit(request, endpoints, choice)
-        elif self._gate.hold(request, endpoints, choice.found, choice.pick, self._t):
+            return True
+        self._gate.recognise(request)
+        if self._gate.hold(request, endpoints, choice.found, choice.pick, self._t):
             request.state = State.HELD
             self._count.held += 1
             self._serve(self._gate.pool(endpoints[0]))
@@ -278,6 +292,7 @@ class Router:
     def _choose(self, request: Request, endpoints: list[Endpoint], ahead_s: Mapping[str, float]) -> Choice:
         """What the policy picks now, `ahead_s` seconds of held work going first."""
         event = request.event
+        self._catch_up()
         self._computing.expire(self._t)
         model = self._fleet.models[event.model]
         block_tokens = self._fleet.block_tokens(event.model)
@@ -292,7 +307,7 @@ class Router:
             computing=self._computing,
         )
         policy = self._policy(event.model)
-        found = look(endpoints=endpoints, priced=policy.priced, ahead_s=ahead_s)
+        some, found, matched = look(endpoints=endpoints, priced=policy.priced, ahead_s=ahead_s)
         number = request.attempt.number + 1 if request.attempt is not None else 1
         ask = Ask(
             request=event.request,
@@ -307,17 +322,17 @@ class Router:
             priority=event.priority,
             stream=event.stream,
         )
-        scores = policy.choose(ask, found, endpoints)
+        scores = policy.choose(ask, found, some)
         pick = least(event.request, scores)
         if not policy.priced:
             # What is predicted of the pick is recorded beside what came, under any policy.
-            found[pick] = look(endpoints=[endpoints[pick]])[0]
-        return Choice(ask, found, scores, pick)
+            found[pick] = look(endpoints=[some[pick]]).candidates[0]
+        return Choice(ask, some, found, matched, scores, pick)
 
     def _commit(self, request: Request, endpoints: list[Endpoint], choice: Choice) -> None:
         """Reserve, and have it sent."""
         event = request.event
-        ask, found, scores, pick = choice
+        ask, some, found, matched, scores, pick = choice
         number = ask.attempt
         model, policy = self._fleet.models[event.model], self._policy(event.model)
         self._count.decisions += 1
@@ -334,22 +349,41 @@ class Router:
             candidates=found,
             scores=scores,
             pick=pick,
+            left_out=len(endpoints) - len(found),
         )
         model.decisions += 1
         self._decisions[decision.id] = decision
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
-        attempt = Attempt(number, endpoints[pick], found[pick], decision.id)
+        attempt = Attempt(number, some[pick], found[pick], decision.id)
         self._reserve(request, attempt)
-        self._gate.placed(request, attempt.endpoint, found[pick], self._t)
-        if policy.priced:
-            lessons.placed(event.keys, model, endpoints, found, attempt, self._t)
-        policy.placed(ask, endpoints[pick])
+        policy.placed(ask, attempt.endpoint)
+        self._after.append(
+            partial(self._placed, request, attempt, endpoints if policy.priced else [], matched, self._t)
+        )
         self._out.append(
             Dispatch(
-                request=event.request, attempt=number, endpoint=endpoints[pick].name, decision=decision.id
+                request=event.request, attempt=number, endpoint=attempt.endpoint.name, decision=decision.id
             )
         )
+
+    def _placed(
+        self,
+        request: Request,
+        attempt: Attempt,
+        endpoints: list[Endpoint],
+        matched: Mapping[Endpoint, int],
+        t: float,
+    ) -> None:
+        """Take note of a placement among `endpoints`, if the policy goes by seconds."""
+        event, name = request.event, request.event.model
+        self._gate.recognise(request)
+        self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
+        if endpoints:
+            model, block_tokens = self._fleet.models[name], self._fleet.block_tokens(name)
+            reused = attempt.candidate.reused_tokens // block_tokens
+            lessons.placed(event.keys, model, matched, reused, attempt, t)
+            order_some(endpoints, t, block_tokens, model.returns)
 
     # --- held requests ---
 
@@ -359,6 +393,7 @@ class Router:
             self._serve(pool, anew=anew)
 
     def _serve(self, pool: str, *, anew: bool = False) -> None:
+        self._catch_up()
         due_t = self._gate.serve(pool, self._t, self._place_held, anew=anew)
         if due_t is not None:
             self._out.append(WakeAt(at=due_t))
@@ -382,12 +417,13 @@ class Router:
             second = self._choose(request, ready, ahead_s)
             if second.scores[second.pick] - choice.scores[choice.pick] <= self._t - held.declined_t:
                 endpoints, choice = ready, second
-        endpoint, picked = endpoints[choice.pick], choice.picked
+        endpoint, picked = choice.endpoints[choice.pick], choice.picked
         if self._gate.holds(picked):
             self._gate.stays(held, choice.found, choice.pick)
             return endpoint.name, picked.wait_s - ahead_s.get(endpoint.name, 0.0), picked.compute_s
         self._gate.leave(request, self._t)
         self._commit(request, endpoints, choice)
+        self._catch_up()
         return endpoint.name, endpoint.begins_in_s(self._t), picked.compute_s
 
     def _policy(self, model: str) -> Policy:
@@ -653,6 +689,7 @@ class Router:
 
     def fleet_view(self) -> list[EndpointView]:
         """Every endpoint as the router knows it now."""
+        self._catch_up()
         return [view(e, self._t, self._tokens(e)) for e in self._fleet.endpoints.values()]
 
     def _tokens(self, endpoint: Endpoint) -> int:
@@ -660,6 +697,7 @@ class Router:
 
     def counters(self) -> Counters:
         """What was counted so far (a copy)."""
+        self._catch_up()
         count = self._count
         feeds = [e.feed for e in self._fleet.endpoints.values() if e.feed is not None]
         return msgspec.structs.replace(
@@ -679,6 +717,7 @@ class Router:
 
     def check_integrity(self) -> None:
         """Compare ledger, counters and index with a recount; raises SumibiError. For tests and idle time."""
+        self._catch_up()
         attempts = [r.attempt for r in self._requests.values() if r.attempt is not None]
         loads = {id(a.life): a.life for a in attempts}
         loads.update({id(e.load): e.load for e in self._fleet.endpoints.values()})
