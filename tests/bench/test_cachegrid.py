@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from sumibi.bench.cachegrid import RouterChooser, play_router
+from sumibi.bench.playing import NO_QUEUE
 from sumibi.bench.traces import read
 from sumibi.bench.workloads import generate
 from sumibi.core.latency import LatencyModel
@@ -17,25 +18,30 @@ SPEED = LatencyModel(a_s=0.01, b_s=1e-4, q_s=1e-9, d0_s=0.01, d1_s=1e-4, d2_s=1e
 @pytest.mark.parametrize("policy", ["cost", "llmd-precise"])
 @pytest.mark.parametrize("capacity", [1_000, 6_000])
 def test_the_router_knows_every_cache(policy: str, capacity: int):
-    """What it says that the picked replica has is what is found there, evictions included."""
+    """What it says that the picked replica has is what is found there, evictions included. (Where nothing
+    is being computed: of a full replica that has work it says what will be left after that.)
+    """
     workload = generate("agents:sessions=12,users=6,context_tokens=60000")
     stream = in_order(prepare(workload), 6)
-    wrong = []
+    idle, wrong = [], []
 
     class Watching(RouterChooser):
         def placed(
             self, request: Request, replica: int, hit_tokens: int, matched: int, removed: list
         ) -> None:
             (decision,) = self.router.decisions(1)
-            if decision.picked.matched_tokens != hit_tokens:
-                wrong.append((decision, hit_tokens))
+            if not decision.picked.prefill_tokens:
+                idle.append(decision)
+                if decision.picked.matched_tokens != hit_tokens:
+                    wrong.append((decision, hit_tokens))
             super().placed(request, replica, hit_tokens, matched, removed)
 
     chooser = Watching(
-        RouterConfig(policy=policy), 4, capacity, stream.block_tokens, speed=SPEED, names_sessions=True
+        RouterConfig(policy=policy), 4, capacity, stream.block_tokens, speed=NO_QUEUE, names_sessions=True
     )
     count = play(stream, 4, capacity, chooser)
     assert not wrong
+    assert len(idle) > 0.9 * len(stream.requests)
     chooser.router.check_integrity()
     assert 0 < count.hit_rate <= bound(stream).hit_rate
     assert sum(count.uncached_by_replica) == count.uncached_tokens
