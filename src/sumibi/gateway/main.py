@@ -15,6 +15,7 @@ from sumibi.core.errors import ConfigError
 from sumibi.engines.discovery import EngineInfo
 from sumibi.gateway.admin import AdminDoor, admin_key
 from sumibi.gateway.app import App, ModelCard, Served
+from sumibi.gateway.collector import keep_collecting
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.exposition import Snapshot, render
 from sumibi.gateway.http1 import Limits
@@ -203,8 +204,11 @@ async def serve(options: GatewayOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
+    completions = gateway.shell.completions
+    collecting = asyncio.create_task(keep_collecting(lambda: bool(completions), time.monotonic))
     await stop.wait()
-    log.info("stopping: %d requests in flight", len(gateway.shell.completions))
+    collecting.cancel()
+    log.info("stopping: %d requests in flight", len(completions))
     await gateway.stop(options.timeouts.drain_s, hurry)
     return 0
 
