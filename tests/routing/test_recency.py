@@ -72,6 +72,9 @@ def test_deeper_blocks_cost_more_to_compute_again():
     grown = LatencyModel(a_s=0.0, b_s=0.01, q_s=1e-4, d0_s=0.0, d1_s=0.0, d2_s=0.0)
     look(recency, 1.0, Chances(1.0), latency=grown)
     assert recency.loss_s(20) == pytest.approx(grown.prefill_s(20 * TOKENS))
+    # Its end goes first.
+    rear_s = grown.prefill_s(20 * TOKENS) - grown.prefill_s(15 * TOKENS)
+    assert recency.loss_s(5) == pytest.approx(rear_s) == pytest.approx(grown.prefill_s(50, 150))
     # Two parts of one chain: the rear one hangs from 10 blocks that another prompt used later.
     lies(recency, chain("a", 10), 5.0)
     look(recency, 10.0, Chances(1.0), latency=grown)
