@@ -29,7 +29,16 @@ def endpoint(**changed) -> EndpointView:
         ("epoch", "blocks", "inflight", "prefilling", "decoding", "prefill_tokens", "dispatched"), 0
     )
     floats = dict.fromkeys(
-        ("wait_s", "foreign_running", "foreign_waiting", "fixed_factor", "work_factor", "decode_factor"), 0.0
+        (
+            "wait_s",
+            "foreign_running",
+            "foreign_waiting",
+            "fixed_factor",
+            "work_factor",
+            "decode_factor",
+            "overhead_s",
+        ),
+        0.0,
     )
     unknown = dict.fromkeys(
         (

@@ -55,6 +55,8 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     """Learnt factors on the start's coefficients: a; b and q; d0, d1 and d2."""
     work_factor: float
     decode_factor: float
+    overhead_s: float
+    """Learnt: of a request beside its prefill (HTTP, tokenizing, the step under way when it arrives)."""
 
 
 def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
@@ -96,4 +98,5 @@ def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
         fixed_factor=e.learner.fixed_factor,
         work_factor=e.learner.work_factor,
         decode_factor=e.learner.decode_factor,
+        overhead_s=e.learner.overhead_s,
     )
