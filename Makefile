@@ -50,8 +50,9 @@ bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transf
 bench-decide: $(VENV)/installed-dev setup  ## what a decision and the index under it cost, one core
 	@$(BIN)/python -m benchmarks.decide $(if $(DYNAMO_PYTHON),--dynamo-python $(DYNAMO_PYTHON))
 
-bench-simulator: $(VENV)/installed-dev  ## is the simulator right (a published ladder) and fast
-	@$(BIN)/python -m benchmarks.simulator
+bench-simulator: $(VENV)/installed-dev setup  ## is the simulator right (a published ladder, a live run) and fast
+	@$(BIN)/python -m benchmarks.simulator; ladder=$$?; \
+	  $(BIN)/python -m benchmarks.simulator.live && exit $$ladder
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -26,7 +26,7 @@ from sumibi.core.errors import EnvironmentProblem
 _PACKAGES = ("core", "routing", "sim", "bench")
 _ONLY_SHOWS = frozenset(
     {"routing.py", "judging.py", "verdicts.py", "tables.py", "plots.py", "claims.py", "report.py"}
-    | {"grid.py", "pool.py", "published.py", "program_figures.py", "replay_report.py"}
+    | {"grid.py", "pool.py", "published.py", "program_figures.py", "recorded.py", "replay_report.py"}
 )
 """Files of `bench` that judge and show outcomes, and the grid, of which a point is part."""
 

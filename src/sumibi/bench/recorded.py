@@ -115,15 +115,16 @@ def differing(made: Sequence[Decision], recorded: Iterable[bytes]) -> tuple[int,
     return len(then), max(len(then), len(now)) - same
 
 
-def fleet(endpoints: Sequence[EndpointView], chunk_tokens: int) -> FleetSpec:
+def fleet(endpoints: Sequence[EndpointView], *, chunk_tokens: int, max_sequences: int) -> FleetSpec:
     """The fleet that a router has learnt, each endpoint with what it knows of that one.
 
-    `chunk_tokens`: the engines' budget of a step. Raises BadRequest if an engine did not say its size.
+    `chunk_tokens`: the engines' budget of a step; `max_sequences`: that they run at once, unless they said
+    so themselves. Raises BadRequest if an engine did not say how much KV it holds.
     """
     groups, overheads_s = [], []
     for number, endpoint in enumerate(endpoints):
-        if endpoint.kv_tokens is None or endpoint.max_sequences is None:
-            raise BadRequest(f"{endpoint.endpoint} does not say how much it holds: it cannot be simulated")
+        if endpoint.kv_tokens is None:
+            raise BadRequest(f"{endpoint.endpoint} does not say how much KV it holds")
         latency, beside_s = by_steps(endpoint.latency, chunk_tokens)
         overheads_s.append(endpoint.overhead_s + beside_s)
         group = Group(
@@ -133,7 +134,7 @@ def fleet(endpoints: Sequence[EndpointView], chunk_tokens: int) -> FleetSpec:
             latency=latency,
             kv_tokens=endpoint.kv_tokens,
             chunk_tokens=chunk_tokens,
-            max_sequences=endpoint.max_sequences,
+            max_sequences=endpoint.max_sequences or max_sequences,
         )
         groups.append(group)
     return FleetSpec(name="recorded", groups=groups, overhead_s=sum(overheads_s) / len(overheads_s))
@@ -142,15 +143,15 @@ def fleet(endpoints: Sequence[EndpointView], chunk_tokens: int) -> FleetSpec:
 def by_steps(learnt: LatencyModel, chunk_tokens: int) -> tuple[LatencyModel, float]:
     """(coefficients of an engine's steps, seconds of a request beside them) from those of whole prefills.
 
-    A router sees prefills: a + b*n. An engine computes them in ceil(n / chunk) steps, each of which reads
-    the weights (d0) whatever it computes. So of b, d0 / chunk is such reading, and of a, all but one d0 is
-    spent beside the steps.
+    A router sees prefills: a + b*n. An engine computes them in ceil(n / chunk) steps, on average half a step
+    more than n / chunk, each of which reads the weights (d0) whatever it computes. So d0 / chunk of b is such
+    reading, and d0 / 2 of a; the rest of a is spent beside the steps.
     """
     step_s = learnt.d0_s
     latency = msgspec.structs.replace(
         learnt, a_s=step_s, b_s=max(learnt.b_s - step_s / chunk_tokens, learnt.b_s / 2)
     )
-    return latency, max(0.0, learnt.a_s - step_s)
+    return latency, max(0.0, learnt.a_s - step_s / 2)
 
 
 def simulated(workload: Workload, run: Run) -> list[Fared]:

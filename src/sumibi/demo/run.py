@@ -52,7 +52,7 @@ def run_demo(model: str, out: Path, report: Report) -> Demonstration:
     tokenizer = Tokenizer.load(model_directory(model, report))
     texts = Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), SEED)
     busy = busy_request(texts)
-    port = _free_ports(_PORTS)
+    port = free_ports(_PORTS)
     early, pressure = prefix_phases(texts), pressure_phase(texts)
     count_steps = counting(report, len(early) + len(POLICIES) * len(pressure))
     steps: list[StepResult] = []
@@ -101,7 +101,7 @@ def _stack(model: str, policy: str, kv_blocks: int, first_port: int, report: Rep
         running.supervisor.wait()
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of `count` free ports in a row."""
     for _ in range(100):
         with ExitStack() as probes:
