@@ -33,6 +33,8 @@ FILLING = round(1.5 * (DECODING + PREFILLING) * content.ENDPOINTS)
 """Requests before the first that is timed."""
 STEP_S = 0.02
 """Between arrivals: a prefill takes some 0.6 s then."""
+HOLD_ABOVE_S = 600.0
+"""Every request is placed when it comes: what is timed is always the same."""
 KV_TOKENS = 1_770_000
 LATENCY = LatencyModel(a_s=0.02, b_s=4.0e-5, q_s=2e-10, d0_s=0.02, d1_s=2e-4, d2_s=2e-9)
 """Of a large model on one node; what it is does not matter to the time of a decision."""
@@ -42,7 +44,7 @@ class Lab:
     """The router with its clock and the requests under way."""
 
     def __init__(self) -> None:
-        self.router = Router(RouterConfig(max_index_blocks=2 * content.BLOCKS))
+        self.router = Router(RouterConfig(max_index_blocks=2 * content.BLOCKS, hold_above_s=HOLD_ABOVE_S))
         self.t = 0.0
         self._number = 0
         self._prefilling: deque[tuple[Dispatch, list[int]]] = deque()

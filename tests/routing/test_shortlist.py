@@ -9,7 +9,7 @@ from sumibi.core.latency import LatencyModel
 from sumibi.routing import placing, recency
 from sumibi.routing.cost import price
 from sumibi.routing.events import Dispatch, Signals
-from sumibi.routing.floors import floor, terms
+from sumibi.routing.floors import floor, terms, work_s
 
 NAMES = [str(i) for i in range(24)]
 FAST = LatencyModel(a_s=0.02, b_s=2e-4, q_s=1e-7, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
@@ -106,13 +106,13 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
         for priority in (0, 1):
             for endpoint in endpoints:
                 endpoint.order_victims(lab.t, BLOCK, known.returns)
-                own, shared = floor(endpoint, (priority, BLOCK)), terms(endpoint.learner.shared, 200, 30.0)
-                bound_s = shared.fixed_s * own.fixed + shared.work_s * own.work + shared.steps_s * own.steps
-                if own.busy is not None:
-                    rest, rest_s, head, head_s, since_t = own.busy
-                    bound_s += shared.fixed_s * rest + shared.work_factor * rest_s
-                    head_s = shared.fixed_s * head + shared.work_factor * head_s
-                    bound_s += max(0.0, head_s - (lab.t - since_t))
+                hardware = endpoint.learner.shared
+                own, shared = floor(endpoint, (priority, BLOCK)), terms(hardware, 200, 30.0)
+                new_s = shared.work_factor * work_s(hardware, 200, 0)
+                bound_s = shared.fixed_s * own.fixed + new_s * own.work + shared.steps_s * own.steps
+                bound_s += shared.work_factor * own.rest_s
+                head_s = shared.fixed_s * own.head + shared.work_factor * own.head_s
+                bound_s += max(0.0, head_s - (lab.t - own.since_t)) if own.head else 0.0
                 candidate = price(
                     endpoint,
                     lab.t,

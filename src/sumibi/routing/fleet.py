@@ -9,6 +9,8 @@ Foreign load is what a scrape shows beyond our own requests. It fades unless it 
 replaces our own count: between scrapes, however long, the ledger speaks.
 """
 
+from collections.abc import Sequence
+
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
@@ -33,6 +35,15 @@ SHARE_HALF_LIFE_S = 1800.0
 """What an endpoint computed counts half after this time in its share of the work."""
 SMALLEST_BLOCK_TOKENS = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
+
+
+class Changes:
+    """Counts what happens to endpoints that a `Roster` depends on."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class BusyPeriod:
@@ -60,8 +71,12 @@ class Endpoint:
     """One engine replica (one rank of it)."""
 
     __slots__ = (
+        "_changes",
         "_half_life_s",
         "_index",
+        "_suspect",
+        "_unreachable_t",
+        "_up",
         "busy",
         "dispatched",
         "emitted_grade",
@@ -84,24 +99,22 @@ class Endpoint:
         "recall",
         "recency",
         "signals",
-        "suspect",
         "typical_prefill_s",
-        "unreachable_t",
-        "up",
         "worked_s",
         "worked_t",
     )
 
-    def __init__(self, name: str, config: RouterConfig, index: BlockIndex) -> None:
+    def __init__(
+        self, name: str, config: RouterConfig, index: BlockIndex, changes: Changes | None = None
+    ) -> None:
         self.name = name
+        self._changes = changes or Changes()
         self.models: list[str] = []
-        self.up = False
+        self._up = False
         self.epoch = 1
         """Lives seen, this one included."""
-        self.suspect: str | None = None
-        """Why its blocks are not trusted at present."""
-        self.unreachable_t: float | None = None
-        """When it last refused or broke a connection, if nothing was heard of it since."""
+        self._suspect: str | None = None
+        self._unreachable_t: float | None = None
         self.grade = Grade.APPROXIMATE
         self.emitted_grade: Grade | None = None
         self.has_events = False
@@ -127,9 +140,41 @@ class Endpoint:
         self._half_life_s = config.foreign_half_life_s
         self._index = index
 
+    @property
+    def up(self) -> bool:
+        """Whether it takes requests."""
+        return self._up
+
+    @up.setter
+    def up(self, up: bool) -> None:
+        self._up = up
+        self._changes.count += 1
+
+    @property
+    def suspect(self) -> str | None:
+        """Why its blocks are not trusted at present."""
+        return self._suspect
+
+    @suspect.setter
+    def suspect(self, why: str | None) -> None:
+        self._suspect = why
+        self._changes.count += 1
+
+    @property
+    def unreachable_t(self) -> float | None:
+        """When it last refused or broke a connection, if nothing was heard of it since."""
+        return self._unreachable_t
+
+    @unreachable_t.setter
+    def unreachable_t(self, t: float | None) -> None:
+        if t != self._unreachable_t:
+            self._unreachable_t = t
+            self._changes.count += 1
+
     def learn_from(self, start: LatencyModel, shared: Hardware) -> None:
         """Begin to learn its latency model: from `start`, together with those that have the same start."""
         self.learner = Learner(start, shared)
+        self._changes.count += 1
         self.load.floors.clear()
         self.typical_prefill_s = start.prefill_s(TYPICAL_PROMPT_TOKENS)
 
@@ -170,6 +215,14 @@ class Endpoint:
             and self.resident_blocks() * block_tokens + tokens > self.kv_tokens
         )
 
+    def lasting(self, blocks: int, keys: Sequence[int], block_tokens: int) -> int:
+        """How many of the first `blocks` of a prompt, all of them there, a full engine will not have lost
+        when it comes to this prompt.
+        """
+        if blocks and self.load.prefill_tokens and self.overfull(block_tokens):
+            return min(blocks, self.recency.reach(keys))
+        return blocks
+
     def _has(self, key: int) -> bool:
         index, feed = self._index, self.feed
         return index.holds(self.recall.holder, key) or (feed is not None and index.holds(feed.device, key))
@@ -180,6 +233,7 @@ class Endpoint:
             self.feed.close()
         self.feed = feed
         self.holders = 1 << self.recall.holder | 1 << feed.device
+        self._changes.count += 1
 
     def judge(self) -> tuple[Grade, str]:
         """How well its cache is known now, and why."""
@@ -274,6 +328,34 @@ class Model:
         """After how long its prompts' prefixes are wanted again."""
 
 
+class Roster:
+    """Endpoints that a request may go to, and what follows from who they are."""
+
+    __slots__ = ("endpoints", "groups", "holders", "places", "trusted", "trusts_all")
+
+    def __init__(self, endpoints: list[Endpoint]) -> None:
+        self.endpoints = endpoints
+        self.holders = [endpoint.holders for endpoint in endpoints]
+        self.trusts_all = True
+        self.trusted = 0
+        """Holders (a bit set) whose blocks count: not those of suspects."""
+        self.places: dict[int, int] = {}
+        """Holder -> place of its endpoint."""
+        self.groups: dict[Hardware, list[int]] = {}
+        """Places of those that learn together."""
+        for place, endpoint in enumerate(endpoints):
+            self.groups.setdefault(endpoint.learner.shared, []).append(place)
+            own = endpoint.holders
+            if endpoint.suspect is None:
+                self.trusted |= own
+            else:
+                self.trusts_all = False
+            while own:
+                holder = own.bit_length() - 1
+                self.places[holder] = place
+                own ^= 1 << holder
+
+
 class Fleet:
     """All endpoints and models."""
 
@@ -283,6 +365,10 @@ class Fleet:
         self._hardware: dict[LatencyModel, Hardware] = {}
         self.endpoints: dict[str, Endpoint] = {}
         self.models: dict[str, Model] = {}
+        self._changes = Changes()
+        self._rosters: dict[str, Roster] = {}
+        """By model, as of the change `_rosters_as_of`."""
+        self._rosters_as_of = 0
 
     def block_tokens(self, model: str) -> int:
         """Tokens of a routing block of `model`: the first endpoint that names its block size fixes it."""
@@ -296,10 +382,11 @@ class Fleet:
 
     def upsert(self, event: EndpointUp) -> Endpoint:
         """The endpoint that `event` tells of, with its fields taken over."""
+        self._changes.count += 1
         endpoint = self.endpoints.get(event.endpoint)
         latency = event.latency or self._config.latency
         if endpoint is None:
-            endpoint = Endpoint(event.endpoint, self._config, self._index)
+            endpoint = Endpoint(event.endpoint, self._config, self._index, self._changes)
             self.endpoints[event.endpoint] = endpoint
             endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         elif endpoint.learner.start != latency:
@@ -341,6 +428,7 @@ class Fleet:
 
     def remove(self, endpoint: Endpoint) -> None:
         """Forget it altogether. Models stay known, with their block size and usual output."""
+        self._changes.count += 1
         for name in endpoint.models:
             self._unserve(name, endpoint)
         endpoint.recall.close()
@@ -352,8 +440,30 @@ class Fleet:
     def candidates(self, model: str, excluded: str | None = None) -> list[Endpoint]:
         """Endpoints that may take a request for `model` now, in the order in which they joined.
 
-        One that just refused or broke a connection is passed over as long as there is another.
+        One that just refused or broke a connection is passed over as long as there is another. The list
+        stays as it is.
         """
+        if excluded is None:
+            return self._roster(model).endpoints
+        return self._candidates(model, excluded)
+
+    def roster(self, model: str, endpoints: list[Endpoint]) -> Roster:
+        """Of these `candidates` for `model`."""
+        known = self._roster(model)
+        return known if known.endpoints is endpoints else Roster(endpoints)
+
+    def _roster(self, model: str) -> Roster:
+        if self._rosters_as_of != self._changes.count:
+            self._rosters.clear()
+            self._rosters_as_of = self._changes.count
+        roster = self._rosters.get(model)
+        if roster is None:
+            roster = Roster(self._candidates(model, None))
+            if model in self.models:
+                self._rosters[model] = roster
+        return roster
+
+    def _candidates(self, model: str, excluded: str | None) -> list[Endpoint]:
         known = self.models.get(model)
         if known is None:
             return []

@@ -16,16 +16,20 @@ from sumibi.routing.learning import Hardware
 class Floor(NamedTuple):
     """Multipliers of one endpoint, beside what its hardware learnt (`Terms`)."""
 
-    hardware: Hardware
     fixed: float
-    """Of a prefill's fixed cost."""
+    """Of a fixed cost: this prefill's, for those it holds up too, and of those reserved but the first."""
     work: float
     """Of its work."""
     steps: float
     """Of what one more sequence adds to all steps of an answer."""
-    busy: tuple[float, float, float, float, float] | None
-    """(fixed costs and work of all prefills reserved there but the first, those of the first, since when it
-    is worked on); None: no prefill."""
+    rest_s: float
+    """Work of all prefills reserved there but the first."""
+    head: float
+    """Of the first one's fixed cost; 0 if there is none."""
+    head_s: float
+    """Its work."""
+    since_t: float
+    """When it was begun."""
 
 
 class Terms(NamedTuple):
@@ -33,8 +37,6 @@ class Terms(NamedTuple):
 
     fixed_s: float
     work_factor: float
-    work_s: float
-    """Work if nothing of the prompt is there."""
     steps_s: float
     """What one more sequence adds to all steps of its answer."""
 
@@ -56,17 +58,19 @@ def _floor(endpoint: Endpoint, priority: int, block_tokens: int) -> Floor:
     if endpoint.kv_tokens:
         live_tokens = endpoint.recency.live_blocks * block_tokens + load.prefill_tokens
         crowd = CROWD * min(1.0, live_tokens / endpoint.kv_tokens) ** POWER
-    busy = None
+    others = head_s = rest_s = 0.0
     if load.prefills:
+        others = len(load.prefills) - 1.0
         head_s = next(iter(load.prefills.values())).work_ns * 1e-9
         rest_s = load.prefill_work_ns * 1e-9 - head_s
-        busy = ((len(load.prefills) - 1) * own, rest_s * own, own, head_s * own, load.head_since_t)
     return Floor(
-        learner.shared,
-        own * (1.0 + held_up),
+        own * (1.0 + held_up + others),
         own * (1.0 + held_up + WORK - MILD + crowd),
         learner.own_decode * (held_up + DECODE * len(load.prefills)),
-        busy,
+        own * rest_s,
+        own if load.prefills else 0.0,
+        own * head_s,
+        load.head_since_t,
     )
 
 
@@ -78,7 +82,6 @@ def terms(hardware: Hardware, prompt_tokens: int, output_tokens: float) -> Terms
     return Terms(
         start.a_s * fixed,
         work,
-        work_s(hardware, prompt_tokens, 0) * work,
         output_tokens * decode * (start.d1_s + start.d2_s * context),
     )
 

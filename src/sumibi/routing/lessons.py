@@ -1,6 +1,6 @@
 """What attempts teach: latency models, usual lengths, and what endpoints without KV events remember."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sumibi.routing.decisions import Outcome
 from sumibi.routing.events import Finished, FinishReason
@@ -12,21 +12,25 @@ from sumibi.routing.requests import Attempt, Request
 def placed(
     keys: Sequence[int],
     model: Model,
-    matched: Mapping[Endpoint, int],
-    reused_blocks: int,
+    matched: Sequence[tuple[Endpoint, int]],
+    block_tokens: int,
     attempt: Attempt,
     t: float,
 ) -> None:
     """A request was placed: who used what last, who works. `matched` blocks of its prompt are at each
     endpoint that it might have gone to.
     """
-    endpoint = attempt.endpoint
+    endpoint, reused = attempt.endpoint, attempt.candidate.reused_tokens // block_tokens
+    left = [
+        e
+        for e, b in matched
+        if b > reused and e is not endpoint and e.lasting(b, keys, block_tokens) > reused
+    ]
     model.returns.used(keys, t)
     attempt.prompt = endpoint.recency.begin(keys, t)
     endpoint.worked(attempt.candidate.compute_s, t)
-    for other, blocks in matched.items():
-        if blocks > reused_blocks:
-            other.recency.moved_away(keys)
+    for other in left:
+        other.recency.moved_away(keys)
 
 
 def idle(keys: Sequence[int], model: Model, attempt: Attempt, t: float) -> None:

@@ -13,10 +13,9 @@ from sumibi.routing.computing import Computing
 from sumibi.routing.cost import FEW_PREFILLS, price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
-from sumibi.routing.fleet import SHARE_HALF_LIFE_S, Endpoint
-from sumibi.routing.floors import Terms, floor, terms, work_s
+from sumibi.routing.fleet import SHARE_HALF_LIFE_S, Endpoint, Roster
+from sumibi.routing.floors import floor, terms, work_s
 from sumibi.routing.index import BlockIndex
-from sumibi.routing.learning import Hardware
 from sumibi.routing.policies.cost import SLACK
 from sumibi.routing.recency import FRESH_S
 from sumibi.routing.returns import ReturnTimes
@@ -30,7 +29,9 @@ MOST_ORDERED = 4
 ROUNDING = 1e-9
 """By this part a bound may be above what it bounds."""
 
+FEW = 8
 NOTHING_AHEAD: Mapping[str, float] = {}
+NOTHING_COMING = (0, 0.0)
 
 
 class Looked(NamedTuple):
@@ -39,13 +40,13 @@ class Looked(NamedTuple):
     endpoints: list[Endpoint]
     candidates: list[Candidate]
     """Theirs."""
-    matched: Mapping[Endpoint, int]
-    """Leading blocks of the prompt at each endpoint that has any, at those that were left out too."""
+    matched: list[int]
+    """Leading blocks of the prompt at each endpoint of the roster, those that were left out too."""
 
 
 def candidates(
     event: Arrived,
-    endpoints: list[Endpoint],
+    roster: Roster,
     t: float,
     *,
     block_tokens: int,
@@ -59,21 +60,25 @@ def candidates(
     """A candidate for each endpoint, or for those of many that may be picked. Blocks of a suspect endpoint
     count for nothing.
 
-    `ahead_s`: endpoint -> seconds of work that waits for it elsewhere and goes before this request.
+    `ahead_s`: endpoint -> seconds of work that waits for it coming_there and goes before this request.
     Not `priced`: what lies where, at all of them, without seconds.
     """
     if event.max_tokens is not None:
         output_tokens = min(output_tokens, event.max_tokens)
     keys, length = event.keys, matchable_blocks(event, block_tokens)
-    matched = _matched(keys, length, endpoints, block_tokens, index, guess=priced)
-    pending = computing.pending(keys, length, matched, t)
+    endpoints = roster.endpoints
+    there = _matched(keys, length, roster, index)
+    have = dict(zip(endpoints, there, strict=True))
+    if not roster.trusts_all:
+        have = {endpoint: blocks for endpoint, blocks in have.items() if endpoint.suspect is None}
+    pending = computing.pending(keys, length, have, t)
     if not priced:
+        # What a full engine will have lost is our own guess: other policies go by what lies where.
         found = []
-        for endpoint in endpoints:
-            blocks = matched.get(endpoint, 0)
+        for endpoint, blocks in zip(endpoints, there, strict=True):
             reach, _ = pending.get(endpoint, (blocks, 0.0))
             found.append(_unpriced(endpoint, t, blocks * block_tokens, (reach - blocks) * block_tokens))
-        return Looked(endpoints, found, matched)
+        return Looked(endpoints, found, there)
 
     count = len(endpoints)
     oldest_t = t - (STALE_S if count > MANY else FRESH_S)
@@ -83,9 +88,14 @@ def candidates(
     lately_s = sum([e.worked_s * 0.5 ** ((t - e.worked_t) / SHARE_HALF_LIFE_S) for e in endpoints])
     level_s = few_s + lately_s / count
 
-    def look(endpoint: Endpoint) -> Candidate:
-        blocks = matched.get(endpoint, 0)
-        reach, pending_s = pending.get(endpoint, (blocks, 0.0)) if pending else (blocks, 0.0)
+    def look(place: int) -> Candidate:
+        endpoint, blocks = endpoints[place], there[place]
+        coming_there = pending
+        lasting = endpoint.lasting(blocks, keys, block_tokens)
+        if lasting < blocks:
+            blocks = lasting
+            coming_there = computing.pending(keys, length, {endpoint: blocks}, t)
+        reach, pending_s = coming_there.get(endpoint, (blocks, 0.0))
         return price(
             endpoint,
             t,
@@ -102,16 +112,17 @@ def candidates(
         )
 
     if count <= MANY:
-        return Looked(endpoints, [look(endpoint) for endpoint in endpoints], matched)
-    reused = matched
+        return Looked(endpoints, [look(place) for place in range(count)], there)
+    reused = there
     if pending:
-        reused = matched | {e: max(blocks, matched.get(e, 0)) for e, (blocks, _) in pending.items()}
-    least = _least(event, endpoints, t, reused, block_tokens, output_tokens)
+        coming = (pending.get(endpoint, NOTHING_COMING)[0] for endpoint in endpoints)
+        reused = list(map(max, there, coming))
+    least = _least(event, roster, t, reused, block_tokens, output_tokens)
     if ahead_s:
         least = [s + ahead_s.get(e.name, 0.0) for s, e in zip(least, endpoints, strict=True)]
-    chosen = _shortlist(endpoints, least, look)
+    chosen = _shortlist(least, look)
     order = sorted(chosen)
-    return Looked([endpoints[i] for i in order], [chosen[i] for i in order], matched)
+    return Looked([endpoints[i] for i in order], [chosen[i] for i in order], there)
 
 
 def order_some(endpoints: Sequence[Endpoint], t: float, block_tokens: int, returns: ReturnTimes) -> None:
@@ -130,90 +141,70 @@ def matchable_blocks(event: Arrived, block_tokens: int) -> int:
     return min(len(event.keys), max(0, event.prompt_tokens - 1) // block_tokens)
 
 
-def _matched(
-    keys: Sequence[int],
-    length: int,
-    endpoints: Sequence[Endpoint],
-    block_tokens: int,
-    index: BlockIndex,
-    *,
-    guess: bool,
-) -> dict[Endpoint, int]:
-    """Blocks at each endpoint that is trusted.
-
-    `guess`: without those that a full engine will have lost by then, which is our own idea: other policies
-    go by what lies where.
-    """
-    trusted = [e for e in endpoints if e.suspect is None]
-    holders = 0
-    for endpoint in trusted:
-        holders |= endpoint.holders
-    matched = dict.fromkeys(trusted, 0)
-    rest = trusted
-    for blocks, here in reversed(index.match(keys, length, holders)):
-        others = []
-        for endpoint in rest:
-            if not here & endpoint.holders:
-                others.append(endpoint)
-            elif guess and endpoint.load.prefill_tokens and endpoint.overfull(block_tokens):
-                matched[endpoint] = min(blocks, endpoint.recency.reach(keys))
-            else:
-                matched[endpoint] = blocks
-        rest = others
+def _matched(keys: Sequence[int], length: int, roster: Roster, index: BlockIndex) -> list[int]:
+    """Blocks at each endpoint, in their order."""
+    matched = [0] * len(roster.endpoints)
+    places = roster.places
+    for blocks, here in index.match(keys, length, roster.trusted):
+        if here.bit_count() > FEW:
+            matched = [blocks if here & own else m for own, m in zip(roster.holders, matched, strict=True)]
+            continue
+        while here:
+            holder = here.bit_length() - 1
+            matched[places[holder]] = blocks
+            here ^= 1 << holder
     return matched
 
 
 def _least(
     event: Arrived,
-    endpoints: Sequence[Endpoint],
+    roster: Roster,
     t: float,
-    reused: Mapping[Endpoint, int],
+    reused: Sequence[int],
     block_tokens: int,
     output_tokens: float,
 ) -> list[float]:
     """What the request costs at each endpoint, in seconds, at least."""
     kind = event.priority, block_tokens
     prompt_tokens = event.prompt_tokens
-    known: dict[Hardware, Terms] = {}
-    result = []
-    for endpoint in endpoints:
-        own = endpoint.load.floors.get(kind) or floor(endpoint, kind)
-        hardware, fixed, work, steps, busy = own
-        here = known.get(hardware)
-        if here is None:
-            here = known[hardware] = terms(hardware, prompt_tokens, output_tokens)
-        fixed_s, factor, prefill_s, steps_s = here
-        if blocks := reused.get(endpoint, 0):
-            prefill_s = work_s(hardware, prompt_tokens, blocks * block_tokens) * factor
-        least_s = fixed_s * fixed + prefill_s * work + steps_s * steps
-        if busy is not None:
-            rest, rest_s, head, head_s, since_t = busy
-            least_s += fixed_s * rest + factor * rest_s
-            left_s = fixed_s * head + factor * head_s - (t - since_t)
-            if left_s > 0:
-                least_s += left_s
-        result.append(least_s)
+    floors = [e.load.floors.get(kind) or floor(e, kind) for e in roster.endpoints]
+    result = [0.0] * len(floors)
+    for hardware, places in roster.groups.items():
+        fixed_s, factor, steps_s = terms(hardware, prompt_tokens, output_tokens)
+        work = {b: factor * work_s(hardware, prompt_tokens, b * block_tokens) for b in set(reused)}
+        whole = len(places) == len(floors)
+        own = floors if whole else [floors[place] for place in places]
+        blocks = reused if whole else [reused[place] for place in places]
+        here = [
+            fixed_s * fixed
+            + work[b] * works
+            + steps_s * steps
+            + factor * rest_s
+            + (left_s if head and (left_s := fixed_s * head + factor * head_s + since_t - t) > 0 else 0.0)
+            for (fixed, works, steps, rest_s, head, head_s, since_t), b in zip(own, blocks, strict=True)
+        ]
+        if whole:
+            return here
+        for place, least_s in zip(places, here, strict=True):
+            result[place] = least_s
     return result
 
 
-def _shortlist(
-    endpoints: Sequence[Endpoint], least: Sequence[float], look: Callable[[Endpoint], Candidate]
-) -> dict[int, Candidate]:
-    """Candidates (by position) among which the best of all is, with those that tie with it."""
-    found: dict[int, Candidate] = {}
+def _shortlist(least: Sequence[float], look: Callable[[int], Candidate]) -> dict[int, Candidate]:
+    """Candidates, by place, among which the best of all is, with those that tie with it."""
     # Nothing of a price is negative, so a tie with the best cannot reach further than this.
-    i = least.index(min(least))
-    found[i] = candidate = look(endpoints[i])
-    best_s = candidate.total_s
     reach = (1.0 + SLACK) * (1.0 + ROUNDING)
-    near = [(bound_s, i) for i, bound_s in enumerate(least) if bound_s <= best_s * reach]
+    place = least.index(min(least))
+    candidate = look(place)
+    found = {place: candidate}
+    limit_s = candidate.total_s * reach
+    near = [(bound_s, place) for place, bound_s in enumerate(least) if bound_s <= limit_s]
     near.sort()
-    for bound_s, i in near:
-        if bound_s > best_s * reach:
+    for bound_s, place in near[1:]:
+        if bound_s > limit_s:
             break
-        if i not in found:
-            found[i] = candidate = look(endpoints[i])
-            best_s = min(best_s, candidate.total_s)
+        found[place] = candidate = look(place)
+        limit_s = min(limit_s, candidate.total_s * reach)
     return found
 
 

@@ -57,7 +57,7 @@ from sumibi.routing.events import (
     WakeAt,
 )
 from sumibi.routing.feed import Feed
-from sumibi.routing.fleet import Endpoint, Fleet
+from sumibi.routing.fleet import Endpoint, Fleet, Roster
 from sumibi.routing.flow import Held
 from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex
@@ -85,8 +85,9 @@ class Choice(NamedTuple):
     endpoints: list[Endpoint]
     found: list[Candidate]
     """Theirs."""
-    matched: Mapping[Endpoint, int]
-    """Blocks of the prompt at endpoints, those that are not among these included."""
+    matched: list[int]
+    """Blocks of the prompt at each of the endpoints that were asked about, those that are not among these
+    included."""
     scores: list[float]
     pick: int
 
@@ -307,7 +308,9 @@ class Router:
             computing=self._computing,
         )
         policy = self._policy(event.model)
-        some, found, matched = look(endpoints=endpoints, priced=policy.priced, ahead_s=ahead_s)
+        some, found, matched = look(
+            roster=self._fleet.roster(event.model, endpoints), priced=policy.priced, ahead_s=ahead_s
+        )
         number = request.attempt.number + 1 if request.attempt is not None else 1
         ask = Ask(
             request=event.request,
@@ -326,7 +329,7 @@ class Router:
         pick = least(event.request, scores)
         if not policy.priced:
             # What is predicted of the pick is recorded beside what came, under any policy.
-            found[pick] = look(endpoints=[some[pick]]).candidates[0]
+            found[pick] = look(roster=Roster([some[pick]])).candidates[0]
         return Choice(ask, some, found, matched, scores, pick)
 
     def _commit(self, request: Request, endpoints: list[Endpoint], choice: Choice) -> None:
@@ -372,7 +375,7 @@ class Router:
         request: Request,
         attempt: Attempt,
         endpoints: list[Endpoint],
-        matched: Mapping[Endpoint, int],
+        matched: list[int],
         t: float,
     ) -> None:
         """Take note of a placement among `endpoints`, if the policy goes by seconds."""
@@ -381,8 +384,8 @@ class Router:
         self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
         if endpoints:
             model, block_tokens = self._fleet.models[name], self._fleet.block_tokens(name)
-            reused = attempt.candidate.reused_tokens // block_tokens
-            lessons.placed(event.keys, model, matched, reused, attempt, t)
+            there = [(e, blocks) for e, blocks in zip(endpoints, matched, strict=True) if blocks]
+            lessons.placed(event.keys, model, there, block_tokens, attempt, t)
             order_some(endpoints, t, block_tokens, model.returns)
 
     # --- held requests ---
