@@ -6,10 +6,10 @@ import pytest
 from routing_lab import BLOCK, MODEL, Lab, prompt
 
 from sumibi.core.latency import LatencyModel
-from sumibi.routing import placing, recency
+from sumibi.routing import fleet, placing, recency
 from sumibi.routing.cost import price
 from sumibi.routing.events import Dispatch, Signals
-from sumibi.routing.floors import floor, terms, work_s
+from sumibi.routing.floors import least, rows
 
 NAMES = [str(i) for i in range(24)]
 FAST = LatencyModel(a_s=0.02, b_s=2e-4, q_s=1e-7, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
@@ -69,6 +69,7 @@ def always_fresh(monkeypatch):
     monkeypatch.setattr(placing, "FRESH_S", -1.0)
     monkeypatch.setattr(placing, "STALE_S", -1.0)
     monkeypatch.setattr(placing, "MOST_ORDERED", 0)
+    monkeypatch.setattr(fleet, "MOST_CHANGES", 100)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -103,16 +104,19 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
         lab.router.check_integrity()
         known = lab.router._fleet.models[MODEL]
         endpoints = lab.router._fleet.candidates(MODEL)
+        roster = lab.router._fleet.roster(MODEL, endpoints)
+        for endpoint in endpoints:
+            endpoint.order_victims(lab.t, BLOCK, known.returns)
         for priority in (0, 1):
-            for endpoint in endpoints:
-                endpoint.order_victims(lab.t, BLOCK, known.returns)
-                hardware = endpoint.learner.shared
-                own, shared = floor(endpoint, (priority, BLOCK)), terms(hardware, 200, 30.0)
-                new_s = shared.work_factor * work_s(hardware, 200, 0)
-                bound_s = shared.fixed_s * own.fixed + new_s * own.work + shared.steps_s * own.steps
-                bound_s += shared.work_factor * own.rest_s
-                head_s = shared.fixed_s * own.head + shared.work_factor * own.head_s
-                bound_s += max(0.0, head_s - (lab.t - own.since_t)) if own.head else 0.0
+            bounds_s = least(
+                rows(roster, (priority, BLOCK)),
+                roster,
+                lab.t,
+                prompt_tokens=200,
+                reused_tokens=[0] * len(endpoints),
+                output_tokens=30.0,
+            )
+            for endpoint, bound_s in zip(endpoints, bounds_s, strict=True):
                 candidate = price(
                     endpoint,
                     lab.t,

@@ -10,6 +10,7 @@ replaces our own count: between scrapes, however long, the ledger speaks.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
@@ -23,12 +24,17 @@ from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
 from sumibi.routing.returns import ReturnTimes
 
+if TYPE_CHECKING:
+    from sumibi.routing.floors import Rows
+
 TYPICAL_PROMPT_TOKENS = 512
 """A foreign request's prompt, until our own requests at the endpoint say what is usual there."""
 TYPICAL_RATE = 0.1
 """Rate at which usual prefill times and output lengths follow our own requests."""
 BUSY_PERIOD_PREFILLS = 8
 """Prefills in a busy period before it is closed and learnt from, though the endpoint is still busy."""
+MOST_CHANGES = 4096
+"""That are remembered singly; then whatever depends on them is made anew."""
 HISTORY_BLOCKS = 500_000
 """Blocks of a model's latest prompts that are remembered to learn when prefixes return."""
 SHARE_HALF_LIFE_S = 1800.0
@@ -38,12 +44,26 @@ SMALLEST_BLOCK_TOKENS = 16
 
 
 class Changes:
-    """Counts what happens to endpoints that a `Roster` depends on."""
+    """What happened to endpoints."""
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "log")
 
     def __init__(self) -> None:
         self.count = 0
+        """Changes that a `Roster` depends on."""
+        self.log: list[Endpoint] = []
+        """Those whose load, learnt model or order of victims changed since `count` did."""
+
+    def touch(self, endpoint: "Endpoint") -> None:
+        """Note a change that no roster depends on."""
+        self.log.append(endpoint)
+        if len(self.log) > MOST_CHANGES:
+            self.count_up()
+
+    def count_up(self) -> None:
+        """Note one that rosters depend on."""
+        self.count += 1
+        self.log.clear()
 
 
 class BusyPeriod:
@@ -123,7 +143,7 @@ class Endpoint:
         self.max_sequences: int | None = None
         self.process_start_s: float | None = None
         self.dispatched = 0
-        self.load = Load()
+        self.load = Load(self.touch)
         self.busy = BusyPeriod()
         self.recall = Recall(index, config.recall_blocks, config.max_lower_tier_blocks)
         self.feed: Feed | None = None
@@ -148,7 +168,7 @@ class Endpoint:
     @up.setter
     def up(self, up: bool) -> None:
         self._up = up
-        self._changes.count += 1
+        self._changes.count_up()
 
     @property
     def suspect(self) -> str | None:
@@ -158,7 +178,7 @@ class Endpoint:
     @suspect.setter
     def suspect(self, why: str | None) -> None:
         self._suspect = why
-        self._changes.count += 1
+        self._changes.count_up()
 
     @property
     def unreachable_t(self) -> float | None:
@@ -169,13 +189,12 @@ class Endpoint:
     def unreachable_t(self, t: float | None) -> None:
         if t != self._unreachable_t:
             self._unreachable_t = t
-            self._changes.count += 1
+            self._changes.count_up()
 
     def learn_from(self, start: LatencyModel, shared: Hardware) -> None:
         """Begin to learn its latency model: from `start`, together with those that have the same start."""
         self.learner = Learner(start, shared)
-        self._changes.count += 1
-        self.load.floors.clear()
+        self._changes.count_up()
         self.typical_prefill_s = start.prefill_s(TYPICAL_PROMPT_TOKENS)
 
     def resident_blocks(self) -> int:
@@ -188,6 +207,7 @@ class Endpoint:
         """A prefill of so much work was placed here."""
         self.worked_s = self.worked_s * 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S) + work_s
         self.worked_t = t
+        self.touch()
 
     def work_lately_s(self, t: float) -> float:
         """Seconds of prefill that were placed here, the last half-hour counting most."""
@@ -200,7 +220,7 @@ class Endpoint:
         if recency.refresh(
             t, latency=self.learner.start, block_tokens=block_tokens, returns=returns, resident=self._has
         ):
-            self.load.floors.clear()
+            self.touch()
 
     def overfull(self, block_tokens: int) -> bool:
         """Whether the prefills that were sent there will evict something before they are computed.
@@ -214,6 +234,15 @@ class Endpoint:
             and not self.recall.below_blocks
             and self.resident_blocks() * block_tokens + tokens > self.kv_tokens
         )
+
+    def touch(self) -> None:
+        """Its load, learnt model or order of victims changed."""
+        self._changes.touch(self)
+
+    def moved_away(self, keys: Sequence[int]) -> None:
+        """A conversation that lived here goes on elsewhere."""
+        self.recency.moved_away(keys)
+        self.touch()
 
     def lasting(self, blocks: int, keys: Sequence[int], block_tokens: int) -> int:
         """How many of the first `blocks` of a prompt, all of them there, a full engine will not have lost
@@ -233,7 +262,7 @@ class Endpoint:
             self.feed.close()
         self.feed = feed
         self.holders = 1 << self.recall.holder | 1 << feed.device
-        self._changes.count += 1
+        self._changes.count_up()
 
     def judge(self) -> tuple[Grade, str]:
         """How well its cache is known now, and why."""
@@ -291,7 +320,8 @@ class Endpoint:
     def new_life(self) -> None:
         """Another process serves here now: its caches are empty and none of our requests are in it."""
         self.epoch += 1
-        self.load = Load()
+        self.load = Load(self.touch)
+        self.touch()
         self.busy.reset(None)
         self.foreign_running = self.foreign_waiting = 0.0
         self.has_foreign = False
@@ -331,10 +361,13 @@ class Model:
 class Roster:
     """Endpoints that a request may go to, and what follows from who they are."""
 
-    __slots__ = ("endpoints", "groups", "holders", "places", "trusted", "trusts_all")
+    __slots__ = ("changes", "endpoints", "groups", "holders", "places", "rows", "trusted", "trusts_all")
 
-    def __init__(self, endpoints: list[Endpoint]) -> None:
+    def __init__(self, endpoints: list[Endpoint], changes: Changes) -> None:
         self.endpoints = endpoints
+        self.changes = changes
+        self.rows: dict[tuple[int, int], Rows] = {}
+        """By kind of request, see `floors`."""
         self.holders = [endpoint.holders for endpoint in endpoints]
         self.trusts_all = True
         self.trusted = 0
@@ -382,7 +415,7 @@ class Fleet:
 
     def upsert(self, event: EndpointUp) -> Endpoint:
         """The endpoint that `event` tells of, with its fields taken over."""
-        self._changes.count += 1
+        self._changes.count_up()
         endpoint = self.endpoints.get(event.endpoint)
         latency = event.latency or self._config.latency
         if endpoint is None:
@@ -392,7 +425,6 @@ class Fleet:
         elif endpoint.learner.start != latency:
             endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
-        endpoint.load.floors.clear()
         left = {self.key_name(name) for name in endpoint.models}
         for name in endpoint.models:
             if name not in event.models:
@@ -428,7 +460,7 @@ class Fleet:
 
     def remove(self, endpoint: Endpoint) -> None:
         """Forget it altogether. Models stay known, with their block size and usual output."""
-        self._changes.count += 1
+        self._changes.count_up()
         for name in endpoint.models:
             self._unserve(name, endpoint)
         endpoint.recall.close()
@@ -450,7 +482,7 @@ class Fleet:
     def roster(self, model: str, endpoints: list[Endpoint]) -> Roster:
         """Of these `candidates` for `model`."""
         known = self._roster(model)
-        return known if known.endpoints is endpoints else Roster(endpoints)
+        return known if known.endpoints is endpoints else Roster(endpoints, self._changes)
 
     def _roster(self, model: str) -> Roster:
         if self._rosters_as_of != self._changes.count:
@@ -458,7 +490,7 @@ class Fleet:
             self._rosters_as_of = self._changes.count
         roster = self._rosters.get(model)
         if roster is None:
-            roster = Roster(self._candidates(model, None))
+            roster = Roster(self._candidates(model, None), self._changes)
             if model in self.models:
                 self._rosters[model] = roster
         return roster

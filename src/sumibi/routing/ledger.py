@@ -12,12 +12,10 @@ what was reserved.
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from sumibi.core.errors import SumibiError
-
-if TYPE_CHECKING:
-    from sumibi.routing.floors import Floor
 
 
 class Owner(NamedTuple):
@@ -70,10 +68,10 @@ class Load:
     """What our own requests ask of one life of one endpoint."""
 
     __slots__ = (
+        "changed",
         "decode_kv_tokens",
         "decode_priorities",
         "decodes",
-        "floors",
         "head_since_t",
         "history",
         "inflight",
@@ -82,7 +80,9 @@ class Load:
         "prefills",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self.changed = changed
+        """Called with every change."""
         self.inflight = 0
         """Requests with any part here."""
         self.prefills: dict[Owner, Reservation] = {}
@@ -98,8 +98,6 @@ class Load:
         """When the endpoint began to work on the first of `prefills`."""
         self.history: list[tuple[float, int]] = []
         """(t, inflight) after each change, for comparing with scrapes; bounded by `remember`."""
-        self.floors: dict[tuple[int, int], Floor] = {}
-        """What `floors` made of it; empty after each change."""
 
     def decode_weight(self, priority: int) -> float:
         """`decodes` as they count for a request of this priority that would hold them up."""
@@ -118,7 +116,7 @@ HISTORY = 256
 
 def remember(load: Load, t: float, change: int) -> None:
     """Count a request in or out of `load`, at `t`."""
-    load.floors.clear()
+    load.changed()
     load.inflight += change
     load.history.append((t, load.inflight))
     if len(load.history) > HISTORY:
@@ -172,7 +170,7 @@ class Ledger:
         self._drop_prefill(reservation, t, served_s)
         load = reservation.decode_on
         if load is not None:
-            load.floors.clear()
+            load.changed()
             load.decodes += 1
             _count(load.decode_priorities, reservation.priority, +1)
             load.decode_kv_tokens += reservation.kv_tokens
@@ -199,7 +197,7 @@ class Ledger:
         load = reservation.prefill_on
         assert load is not None
         owner = reservation.owner
-        load.floors.clear()
+        load.changed()
         if next(iter(load.prefills)) == owner:
             load.head_since_t = t
         else:

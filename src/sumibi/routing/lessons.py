@@ -30,7 +30,7 @@ def placed(
     attempt.prompt = endpoint.recency.begin(keys, t)
     endpoint.worked(attempt.candidate.compute_s, t)
     for other in left:
-        other.recency.moved_away(keys)
+        other.moved_away(keys)
 
 
 def idle(keys: Sequence[int], model: Model, attempt: Attempt, t: float) -> None:

@@ -5,7 +5,7 @@ so only those are priced whose lower bound (`floors`) is not above the best pric
 that among all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from sumibi.routing.cost import FEW_PREFILLS, price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
 from sumibi.routing.fleet import SHARE_HALF_LIFE_S, Endpoint, Roster
-from sumibi.routing.floors import floor, terms, work_s
+from sumibi.routing.floors import Rows, least, rows
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.policies.cost import SLACK
 from sumibi.routing.recency import FRESH_S
@@ -81,11 +81,22 @@ def candidates(
         return Looked(endpoints, found, there)
 
     count = len(endpoints)
-    oldest_t = t - (STALE_S if count > MANY else FRESH_S)
-    for endpoint in [e for e in endpoints if e.recency.computed_t < oldest_t]:
-        endpoint.order_victims(t, block_tokens, returns)
-    few_s = FEW_PREFILLS * sum([e.typical_prefill_s for e in endpoints]) / count
-    lately_s = sum([e.worked_s * 0.5 ** ((t - e.worked_t) / SHARE_HALF_LIFE_S) for e in endpoints])
+    known: Rows | None = None
+    typical_s: Sequence[float]
+    worked: Iterable[tuple[float, float]]
+    if count > MANY:
+        kind = event.priority, block_tokens
+        known = rows(roster, kind)
+        if min(known.ordered_t) < t - STALE_S:
+            _order(endpoints, t - STALE_S, t, block_tokens, returns)
+            known.refresh()
+        typical_s, worked = known.typical_s, zip(known.worked_s, known.worked_t, strict=True)
+    else:
+        _order(endpoints, t - FRESH_S, t, block_tokens, returns)
+        typical_s = [e.typical_prefill_s for e in endpoints]
+        worked = [(e.worked_s, e.worked_t) for e in endpoints]
+    few_s = FEW_PREFILLS * sum(typical_s) / count
+    lately_s = sum([work_s * 0.5 ** ((t - at_t) / SHARE_HALF_LIFE_S) for work_s, at_t in worked])
     level_s = few_s + lately_s / count
 
     def look(place: int) -> Candidate:
@@ -111,18 +122,33 @@ def candidates(
             priority=event.priority,
         )
 
-    if count <= MANY:
+    if known is None:
         return Looked(endpoints, [look(place) for place in range(count)], there)
     reused = there
     if pending:
         coming = (pending.get(endpoint, NOTHING_COMING)[0] for endpoint in endpoints)
         reused = list(map(max, there, coming))
-    least = _least(event, roster, t, reused, block_tokens, output_tokens)
+    bounds_s = least(
+        known,
+        roster,
+        t,
+        prompt_tokens=event.prompt_tokens,
+        reused_tokens=[blocks * block_tokens for blocks in reused],
+        output_tokens=output_tokens,
+    )
     if ahead_s:
-        least = [s + ahead_s.get(e.name, 0.0) for s, e in zip(least, endpoints, strict=True)]
-    chosen = _shortlist(least, look)
+        bounds_s = [s + ahead_s.get(e.name, 0.0) for s, e in zip(bounds_s, endpoints, strict=True)]
+    chosen = _shortlist(bounds_s, look)
     order = sorted(chosen)
     return Looked([endpoints[i] for i in order], [chosen[i] for i in order], there)
+
+
+def _order(
+    endpoints: Sequence[Endpoint], oldest_t: float, t: float, block_tokens: int, returns: ReturnTimes
+) -> None:
+    """Renew the orders of victims that are older."""
+    for endpoint in [e for e in endpoints if e.recency.computed_t < oldest_t]:
+        endpoint.order_victims(t, block_tokens, returns)
 
 
 def order_some(endpoints: Sequence[Endpoint], t: float, block_tokens: int, returns: ReturnTimes) -> None:
@@ -156,49 +182,15 @@ def _matched(keys: Sequence[int], length: int, roster: Roster, index: BlockIndex
     return matched
 
 
-def _least(
-    event: Arrived,
-    roster: Roster,
-    t: float,
-    reused: Sequence[int],
-    block_tokens: int,
-    output_tokens: float,
-) -> list[float]:
-    """What the request costs at each endpoint, in seconds, at least."""
-    kind = event.priority, block_tokens
-    prompt_tokens = event.prompt_tokens
-    floors = [e.load.floors.get(kind) or floor(e, kind) for e in roster.endpoints]
-    result = [0.0] * len(floors)
-    for hardware, places in roster.groups.items():
-        fixed_s, factor, steps_s = terms(hardware, prompt_tokens, output_tokens)
-        work = {b: factor * work_s(hardware, prompt_tokens, b * block_tokens) for b in set(reused)}
-        whole = len(places) == len(floors)
-        own = floors if whole else [floors[place] for place in places]
-        blocks = reused if whole else [reused[place] for place in places]
-        here = [
-            fixed_s * fixed
-            + work[b] * works
-            + steps_s * steps
-            + factor * rest_s
-            + (left_s if head and (left_s := fixed_s * head + factor * head_s + since_t - t) > 0 else 0.0)
-            for (fixed, works, steps, rest_s, head, head_s, since_t), b in zip(own, blocks, strict=True)
-        ]
-        if whole:
-            return here
-        for place, least_s in zip(places, here, strict=True):
-            result[place] = least_s
-    return result
-
-
-def _shortlist(least: Sequence[float], look: Callable[[int], Candidate]) -> dict[int, Candidate]:
+def _shortlist(bounds_s: Sequence[float], look: Callable[[int], Candidate]) -> dict[int, Candidate]:
     """Candidates, by place, among which the best of all is, with those that tie with it."""
     # Nothing of a price is negative, so a tie with the best cannot reach further than this.
     reach = (1.0 + SLACK) * (1.0 + ROUNDING)
-    place = least.index(min(least))
+    place = bounds_s.index(min(bounds_s))
     candidate = look(place)
     found = {place: candidate}
     limit_s = candidate.total_s * reach
-    near = [(bound_s, place) for place, bound_s in enumerate(least) if bound_s <= limit_s]
+    near = [(bound_s, place) for place, bound_s in enumerate(bounds_s) if bound_s <= limit_s]
     near.sort()
     for bound_s, place in near[1:]:
         if bound_s > limit_s:

@@ -57,7 +57,7 @@ from sumibi.routing.events import (
     WakeAt,
 )
 from sumibi.routing.feed import Feed
-from sumibi.routing.fleet import Endpoint, Fleet, Roster
+from sumibi.routing.fleet import Endpoint, Fleet
 from sumibi.routing.flow import Held
 from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex
@@ -329,7 +329,7 @@ class Router:
         pick = least(event.request, scores)
         if not policy.priced:
             # What is predicted of the pick is recorded beside what came, under any policy.
-            found[pick] = look(roster=Roster([some[pick]])).candidates[0]
+            found[pick] = look(roster=self._fleet.roster(event.model, [some[pick]])).candidates[0]
         return Choice(ask, some, found, matched, scores, pick)
 
     def _commit(self, request: Request, endpoints: list[Endpoint], choice: Choice) -> None:
