@@ -1,8 +1,9 @@
 """What is asked of the live stack: conversations like those of the demonstration's last phase, at once.
 
-Eight users play one conversation after another: a long context of its own, then questions, each after a
-pause. The context of all is a little more than both engines' caches hold. Earlier answers are fixed texts
-and answers have a fixed length, so a run asks the same whatever the model says.
+Users play one conversation after another: a long context of its own, then questions, each after a pause.
+Together they need a little more than both engines' caches hold. Earlier answers are fixed texts and answers
+have a fixed length, so a run asks the same whatever the model says. The pauses leave engines idle half of
+the time even on a slow machine: at the edge of overload a small error of speed is a large one of queues.
 """
 
 import threading
@@ -17,13 +18,13 @@ from sumibi.demo.client import ask
 from sumibi.demo.script import Message
 from sumibi.demo.texts import Texts
 
-USERS = 8
+USERS = 6
 TURNS = 8
-CONTEXT_TOKENS = 1200
+CONTEXT_TOKENS = 900
 QUESTION_TOKENS = 60
 ANSWER_TOKENS = 16
-KV_BLOCKS = 225
-"""Of an engine, as in the demonstration: 7,200 tokens. Eight conversations take about 14,000 at once."""
+KV_BLOCKS = 110
+"""Of an engine: 3,520 tokens. Six conversations in their middle take about 7,500."""
 PAUSE_S = 7.0
 """Mean of a user's pause before a question; from 0 to twice that, evenly."""
 SESSION_LIMIT = 12

@@ -18,7 +18,7 @@ import msgspec
 from sumibi.admin import Admin, wait_for_fleet
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.local.plan import StackPlan, plan_stack
-from sumibi.local.runfile import PLAN_FILE, read_run, take_lock
+from sumibi.local.runfile import PLAN_FILE, RunRecord, read_run, take_lock
 from sumibi.stack import KeyPath, load_stack
 
 START_TIMEOUT_S = 120.0
@@ -34,7 +34,7 @@ def recorded_stack(
     kv_blocks: int,
     policy: str,
     ports: Callable[[int], int],
-) -> Iterator[StackPlan]:
+) -> Iterator[RunRecord]:
     """A stack that is ready; gone, its record complete, at the end of the block.
 
     `state_dir` must be named `sumibi`. `ports` gives the first of so many free ports in a row. Raises
@@ -57,9 +57,9 @@ def recorded_stack(
     with ExitStack() as ending:
         supervisor = _supervise(plan, state_dir)
         ending.callback(_stop, supervisor)
-        _wait_ready(supervisor, state_dir)
+        running = _wait_ready(supervisor, state_dir)
         wait_for_fleet(Admin.of(state_dir, plan.admin_url), len(engines))
-        yield plan
+        yield running
 
 
 def _supervise(plan: StackPlan, state_dir: Path) -> "subprocess.Popen[bytes]":
@@ -75,7 +75,7 @@ def _supervise(plan: StackPlan, state_dir: Path) -> "subprocess.Popen[bytes]":
         os.close(lock)
 
 
-def _wait_ready(supervisor: "subprocess.Popen[bytes]", state_dir: Path) -> None:
+def _wait_ready(supervisor: "subprocess.Popen[bytes]", state_dir: Path) -> RunRecord:
     until = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until:
         alive = supervisor.poll() is None
@@ -83,7 +83,7 @@ def _wait_ready(supervisor: "subprocess.Popen[bytes]", state_dir: Path) -> None:
         if record is not None and record.failure:
             raise EnvironmentProblem(record.failure)
         if record is not None and record.ready and alive:
-            return
+            return record
         if not alive:
             raise EnvironmentProblem((state_dir / "supervisor.log").read_text(errors="replace"))
         time.sleep(0.1)
@@ -97,3 +97,12 @@ def _stop(supervisor: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         supervisor.kill()  # the kernel ends its children with it
         supervisor.wait(STOP_TIMEOUT_S)
+
+
+def engines_of(running: RunRecord) -> dict[str, int]:
+    """Process ids of the engines by the name that the router has for them."""
+    return {
+        child.health_url.removesuffix("/health") + "#0": child.pid
+        for child in running.children
+        if child.name.startswith("engine-") and child.pid is not None
+    }
