@@ -139,6 +139,8 @@ def _decide(options: argparse.Namespace) -> list[report.Figure]:
         ("a decision, p99 of CPU time", "decide", "cpu_p99_us", None),
         ("p99, garbage collected only between decisions", "decide without collector", "p99_us", None),
         ("the same, of CPU time", "decide without collector", "cpu_p99_us", None),
+        ("what a decision leaves for after its answer, p50 of CPU time", "decide", "after_p50_us", None),
+        ("the same, p99", "decide", "after_p99_us", None),
     ):
         values = [took[part] for took in ours[task]]
         figures.append(report.figure(name, values, "µs", at_most=at_most, cmd=options.cmd))

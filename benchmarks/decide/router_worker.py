@@ -71,8 +71,10 @@ class Lab:
         changes = [KeysAdded("gpu", parent, keys)]
         self._tell(Residency(t=self.t, endpoint=endpoint, changes=changes))
 
-    def decide(self, keys: list[int]) -> tuple[int, int]:
-        """A request arrives and is placed: nanoseconds of match, price and reserve, wall and CPU."""
+    def decide(self, keys: list[int]) -> tuple[int, int, int]:
+        """A request arrives and is placed: nanoseconds of match, price and reserve, wall and CPU; and CPU of
+        what the router puts off until it has answered.
+        """
         self.t += STEP_S
         self._number += 1
         name = f"r{self._number}"
@@ -95,9 +97,12 @@ class Lab:
         cpu = time.process_time_ns() - cpu
         (dispatch,) = [each for each in instructions if isinstance(each, Dispatch)]
         fields = {"request": name, "attempt": dispatch.attempt}
-        self._tell(Dispatched(t=self.t, endpoint=dispatch.endpoint, **fields))
+        dispatched = Dispatched(t=self.t, endpoint=dispatch.endpoint, **fields)
+        after = time.process_time_ns()
+        handle(dispatched)
+        after = time.process_time_ns() - after
         self._prefilling.append((dispatch, keys))
-        return wall, cpu
+        return wall, cpu, after
 
     def go_on(self) -> None:
         """The oldest prefill ends and its blocks are announced; the oldest decode ends."""
@@ -153,17 +158,19 @@ def _make() -> tuple[Tasks, str]:
         """Decisions; without the collector: it runs only between them."""
         some = content.prompts(held, content.SEED + 2 + number, DECISIONS, content.PROMPT_BLOCKS)
         gc.collect()
-        walls, cpus = [], []
+        walls, cpus, afters = [], [], []
         for keys in some:
             if not collector:
                 gc.disable()
-            wall_ns, cpu_ns = lab.decide(keys)
+            wall_ns, cpu_ns, after_ns = lab.decide(keys)
             gc.enable()
             walls.append(wall_ns)
             cpus.append(cpu_ns)
+            afters.append(after_ns)
             lab.go_on()
         cpu = {f"cpu_{name}": value for name, value in spread_us(cpus).items()}
-        return spread_us(walls) | cpu
+        after = {f"after_{name}": value for name, value in spread_us(afters).items()}
+        return spread_us(walls) | cpu | after
 
     tasks: Tasks = {
         "match usual": lambda _: each_us(match, usual * 2),

@@ -30,6 +30,7 @@ ROUNDING = 1e-9
 """By this part a bound may be above what it bounds."""
 
 FEW = 8
+"""Up to so many holders are gone through one by one."""
 NOTHING_AHEAD: Mapping[str, float] = {}
 NOTHING_COMING = (0, 0.0)
 
@@ -60,7 +61,7 @@ def candidates(
     """A candidate for each endpoint, or for those of many that may be picked. Blocks of a suspect endpoint
     count for nothing.
 
-    `ahead_s`: endpoint -> seconds of work that waits for it coming_there and goes before this request.
+    `ahead_s`: endpoint -> seconds of work that waits for it elsewhere and goes before this request.
     Not `priced`: what lies where, at all of them, without seconds.
     """
     if event.max_tokens is not None:
