@@ -85,7 +85,7 @@ def test_balance_holds_with_noise_and_wrong_constants_in_any_order(seed, wrong):
     fields = {name: getattr(TRUE, name) * wrong for name in TRUE.__struct_fields__}
     fleet = Fleet("cost", noise=0.2, seed=seed, latency=LatencyModel(**fields))
     hit, _ = pressure(fleet, seed)
-    assert hit >= 0.76  # round-robin: 0.31 to 0.58
+    assert hit >= 0.73  # round-robin: 0.31 to 0.58
 
 
 @pytest.mark.parametrize("speeds", [(1.15, 1 / 1.15), (1 / 1.3, 1.3)])

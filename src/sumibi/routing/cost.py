@@ -39,12 +39,11 @@ DECODE = 0.4
 """A second later in an answer that streams already counts less than one before its first token."""
 RETURNS = 0.5
 """Those expected back count half: they may be sent elsewhere, if that is better for them."""
-EVICT = 3.0
-"""What is lost is computed again on an endpoint that has others to serve: they wait as well, and it pushes
-out something in turn."""
+EVICT = 1.5
+"""What is lost is computed again on an endpoint that has others to serve: they wait as well."""
 CROWD, POWER = 5.0, 4.0
-"""Storing a second of prefill where live conversations fill the part x of the cache costs CROWD*x^POWER: they
-grow, and so does what is stored. At x = 0.88 that is what an eviction costs, at 0.5 a tenth of it."""
+"""Storing a second of prefill where live conversations fill the part x of a cache that has room yet costs
+CROWD*x^POWER: they grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
 FEW_PREFILLS = 16
 """So many usual prefills are added to what each endpoint did: differences of a few do not count."""
 MILD, FREE_EXCESS, STEEP = 0.05, 0.1, 4.0
@@ -125,7 +124,7 @@ def price(
         evict_s = work_s * CROWD * crowd**POWER
         over = needed - max(0, capacity - endpoint.resident_blocks() * block_tokens - coming)
         if over > 0:
-            evict_s = max(evict_s, EVICT * recency.loss_s(-int(-over // block_tokens)) * work_factor)
+            evict_s = EVICT * recency.loss_s(-int(-over // block_tokens)) * work_factor
 
     balance_s = work_s * (WORK + imbalance(endpoint.work_lately_s(t) + few_s, level_s))
 

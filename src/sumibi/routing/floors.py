@@ -1,16 +1,16 @@
 """What a request costs at an endpoint at least, as a few numbers that change only when its load does.
 
 From them follows, with a handful of multiplications, a lower bound of the price in `cost`: the prefills
-reserved there, this one's compute, those held up by it who decode there, the work itself, and crowding by
-what lies there already. Whatever else the price has (evictions, returns, places, foreign load, more than a
-share of the work) is never negative and left out.
+reserved there, this one's compute, those held up by it who decode there, and the work itself. Whatever else
+the price has (evictions, crowding, returns, places, foreign load, more than a share of the work) is never
+negative and left out.
 """
 
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sumibi.routing.cost import CROWD, DECODE, MILD, POWER, WORK
+from sumibi.routing.cost import DECODE, MILD, WORK
 from sumibi.routing.fleet import Roster
 from sumibi.routing.learning import Hardware
 
@@ -87,21 +87,17 @@ class Rows:
                 self._fill(place)
 
     def _fill(self, place: int) -> None:
-        endpoint, (priority, block_tokens) = self._endpoints[place], self._kind
+        endpoint, (priority, _) = self._endpoints[place], self._kind
         load, learner = endpoint.load, endpoint.learner
         own = learner.own
         held_up = DECODE * load.decode_weight(priority)
-        crowd = 0.0
-        if endpoint.kv_tokens:
-            live_tokens = endpoint.recency.live_blocks * block_tokens + load.prefill_tokens
-            crowd = CROWD * min(1.0, live_tokens / endpoint.kv_tokens) ** POWER
         others = head_s = rest_s = 0.0
         if load.prefills:
             others = len(load.prefills) - 1.0
             head_s = next(iter(load.prefills.values())).work_ns * 1e-9
             rest_s = load.prefill_work_ns * 1e-9 - head_s
         self.fixed[place] = own * (1.0 + held_up + others)
-        self.work[place] = own * (1.0 + held_up + WORK - MILD + crowd)
+        self.work[place] = own * (1.0 + held_up + WORK - MILD)
         self.steps[place] = learner.own_decode * (held_up + DECODE * len(load.prefills))
         self.rest_s[place] = own * rest_s
         self.head[place] = own if load.prefills else 0.0
