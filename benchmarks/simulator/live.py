@@ -171,7 +171,9 @@ def main() -> int:
     """Record (unless told where a recording is), predict, write; exit code 0 if every target held."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     arguments.add_argument("--json", type=Path, default=Path("out/bench-simulator-live.json"))
-    arguments.add_argument("--recording", type=Path, help="a gateway's --record directory")
+    arguments.add_argument(
+        "--recording", type=Path, help="of an earlier run; by another version, its decisions may differ"
+    )
     arguments.add_argument("--seconds", type=float, default=150.0, help="of load")
     arguments.add_argument("--seed", type=int, default=1, help="of texts and pauses")
     chosen = arguments.parse_args()
