@@ -1,7 +1,7 @@
 """Ask PyPI `kvcache-simulator` 0.1.3 for the values that tests/sim/test_arithmetic.py has recorded.
 
-    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install kvcache-simulator==0.1.3
-    python scripts/kvcache_oracle.py /tmp/oracle/bin/kvcache-simulator synthetic_trace.jsonl.xz
+    python -m venv oracle-venv && oracle-venv/bin/pip install kvcache-simulator==0.1.3
+    python scripts/kvcache_oracle.py oracle-venv/bin/kvcache-simulator synthetic_trace.jsonl.xz
 
 The trace is Mooncake's synthetic one. Prints one line a cache size: blocks, hit tokens of LRU, hit tokens
 of the optimal rule. It counts the last half of the requests, and lets a prompt that ends with a known
