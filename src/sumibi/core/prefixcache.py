@@ -254,15 +254,19 @@ def _common(keys: Sequence[int], segment: Segment) -> int:
 
     Keys are chained: two prompts agree up to some block and nowhere behind it, so this bisects.
     """
-    theirs, low = segment.keys, segment.start + 1
-    high = min(segment.end, len(keys))
-    if high <= low or keys[high - 1] == theirs[high - 1]:
-        return high - segment.start
+    low, high = segment.start + 1, min(segment.end, len(keys))
+    return common(keys, segment.keys, low, high) - segment.start if high > low else high - segment.start
+
+
+def common(ours: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:
+    """How many leading keys are equal: `low` at least, `high` at most. Keys are chained, so this bisects."""
+    if ours[high - 1] == theirs[high - 1]:
+        return high
     high -= 1
     while low < high:
         middle = (low + high + 1) >> 1
-        if keys[middle - 1] == theirs[middle - 1]:
+        if ours[middle - 1] == theirs[middle - 1]:
             low = middle
         else:
             high = middle - 1
-    return low - segment.start
+    return low

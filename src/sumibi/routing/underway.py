@@ -8,6 +8,7 @@ Knows nothing of time, prefills or the index.
 
 from collections.abc import Iterator, Sequence
 
+from sumibi.core.prefixcache import common
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.requests import Attempt, Request
 
@@ -104,17 +105,3 @@ def _cut(node: _Node, end: int) -> _Node:
     head.children[node.keys[end]] = node
     node.start = end
     return head
-
-
-def common(ours: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:
-    """How many leading keys are equal: `low` at least, `high` at most. Keys are chained, so this bisects."""
-    if ours[high - 1] == theirs[high - 1]:
-        return high
-    high -= 1
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if ours[middle - 1] == theirs[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
