@@ -17,6 +17,9 @@ VERBS = [
     "status",
     "doctor",
     "replay",
+    "bench",
+    "bench routing",
+    "bench claims",
     "decisions rerun",
     "models fetch",
 ]
@@ -98,7 +101,7 @@ def test_an_unexpected_error_is_called_a_bug_and_hides_its_traceback(monkeypatch
     def boom() -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("sumibi.cli._state_dir", boom)
+    monkeypatch.setattr("sumibi.cli.machine._state_dir", boom)
     assert main(["down"]) == 1
     assert "unexpected ZeroDivisionError: boom\nThis is a bug" in capsys.readouterr().err
     monkeypatch.setenv("SUMIBI_DEBUG", "1")

@@ -1,0 +1,171 @@
+"""Verbs for what runs on this machine: `up`, `down`, `demo`, `status`, `doctor`, `models fetch`.
+
+Heavy imports are inside the verbs (see the package).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from sumibi.stack import Stack
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AdminPort = Annotated[
+    int, typer.Option(help="Where to look for a gateway that `sumibi up` did not start: its admin door.")
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(help="How a replica is chosen; docs/policies.md lists the names. [default: cost]"),
+]
+
+
+def up(
+    stack: Annotated[
+        Path | None,
+        typer.Option(
+            help="Stack file (docs/stack-file.md). [default: ./stack.yaml if there is one]", metavar="FILE"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A checkpoint directory, `smollm2-135m-instruct` (fetched once, 93 MB), or `tiny` (random"
+            " weights, for trying things out). [default: smollm2-135m-instruct]"
+        ),
+    ] = None,
+    engines: Annotated[int | None, typer.Option(help="Engine replicas. [default: 2]")] = None,
+    port: Annotated[int | None, typer.Option(help="The gateway's port. [default: 8000]")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="The admin door's port. [default: 8080]")] = None,
+    engine_port: Annotated[
+        int | None,
+        typer.Option(help="The first replica's port, the others follow it. [default: 8001]"),
+    ] = None,
+    policy: Policy = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay in the foreground; Ctrl-C stops the stack.")
+    ] = False,
+) -> None:
+    """Start a stack on this machine: a gateway and two engines, one CPU core each.
+
+    Returns when everything is ready (a few seconds; the first time the model is fetched and converted)
+    and prints the URL. A stack that already runs is left as it is; asking for other settings than it has
+    is an error (exit code 2).
+
+    \b
+    Examples:
+      sumibi up
+      sumibi up --port 9000 --policy round-robin
+      sumibi up --stack stack.yaml --foreground
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
+    from sumibi import console
+    from sumibi.local import updown
+
+    wanted = _load_stack(
+        stack,
+        {
+            ("model",): model,
+            ("engines", "count"): engines,
+            ("engines", "first_port"): engine_port,
+            ("gateway", "port"): port,
+            ("gateway", "admin_port"): admin_port,
+            ("gateway", "policy"): policy,
+        },
+    )
+    state_dir = _state_dir()
+    with console.progress() as report:
+        if foreground:
+            raise typer.Exit(updown.up_in_foreground(wanted, state_dir, report))
+        running = updown.up(wanted, state_dir, report)
+    console.print_running(running)
+
+
+def down() -> None:
+    """Stop the stack that `sumibi up` started; returns when nothing of it is left."""
+    from sumibi.local import updown
+
+    print("stopped" if updown.down(_state_dir()) else "no stack is running")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for demo.json and demo.png.", metavar="DIR")] = Path(
+        "out"
+    ),
+    model: Annotated[str, typer.Option(help="As for `sumibi up`.")] = "smollm2-135m-instruct",
+) -> None:
+    """Show what KV-aware routing is worth: bring a stack up, play a script, compare, tear it down.
+
+    Takes a few minutes.
+
+    Six short phases show prefixes being computed once and found again; a seventh puts eight
+    conversations under cache pressure, once under the `cost` policy and once under `round-robin`.
+    Uses free ports of its own, so a running stack is not disturbed (but it takes CPU time from the
+    measurement). The exit code is 0 only if every claim held.
+    """
+    from sumibi import console
+    from sumibi.demo.report import print_tables
+    from sumibi.demo.run import run_demo
+
+    with console.progress() as report:
+        demonstration = run_demo(model, out, report)
+    print_tables(demonstration.steps, demonstration.claims)
+    raise typer.Exit(0 if demonstration.held else 1)
+
+
+def status(json: Json = False, admin_port: AdminPort = 8080) -> None:
+    """What runs on this machine: processes, endpoints, how well their caches are known.
+
+    Without a stack of `sumibi up`, a gateway of `sumibi serve` is looked for at the admin port.
+
+    The exit code is 0 if everything is ready, 1 if not (or nothing runs).
+    """
+    from sumibi import console
+    from sumibi.status import read_status
+
+    found = read_status(_state_dir(), admin_port)
+    console.print_status(found, json=json)
+    raise typer.Exit(0 if found.ready else 1)
+
+
+def doctor(json: Json = False, admin_port: AdminPort = 8080) -> None:
+    """Check this machine and what runs on it; every problem is printed with its fix.
+
+    The exit code is 1 if there is a problem (a warning is none).
+    """
+    from sumibi import console
+    from sumibi.doctor import Verdict, examine
+
+    checks = examine(_state_dir(), admin_port)
+    console.print_checks(checks, json=json)
+    raise typer.Exit(1 if any(check.verdict is Verdict.PROBLEM for check in checks) else 0)
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(help="The built-in model's name, or a directory to check.")] = (
+        "smollm2-135m-instruct"
+    ),
+) -> None:
+    """Fetch a model and convert it into a checkpoint directory, once; check it if it is there.
+
+    Files go to $XDG_CACHE_HOME/sumibi/models (~/.cache/sumibi/models). Safe to interrupt.
+    """
+    from sumibi import console
+    from sumibi.local.updown import model_directory
+
+    with console.progress() as report:
+        model_directory(name, report)
+
+
+def _load_stack(file: Path | None, flags: dict[tuple[str, ...], Any]) -> "Stack":
+    from sumibi.stack import DEFAULT_FILE, load_stack
+
+    if file is None and DEFAULT_FILE.is_file():
+        file = DEFAULT_FILE
+    return load_stack(file, {path: value for path, value in flags.items() if value is not None})
+
+
+def _state_dir() -> Path:
+    from sumibi.local.runfile import default_state_dir
+
+    return default_state_dir()
