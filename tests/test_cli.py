@@ -70,6 +70,8 @@ def test_help_imports_nothing_heavy(verb):
         (["up", "--model", "."], 3, "is no checkpoint directory: it has no config.json"),
         (["serve", "--engine", "ftp://x"], 2, "--engine 'ftp://x': want http://HOST:PORT"),
         (["serve"], 2, "--engine"),
+        (["serve", "--engine", "http://a", "--band", "1"], 2, "--band '1': want PRIORITY:max_requests=N"),
+        (["serve", "--engine", "http://a", "--hold-above", "0"], 2, "--hold-above '0': want seconds"),
         (["engine", "--model", "tiny", "--dtype", "int3"], 2, "--dtype int3 is unknown: use one of auto"),
         (["engine", "--model", "tiny", "--kv-events-config", "{"], 2, "--kv-events-config"),
         (["models", "fetch", "/nowhere/model"], 3, "/nowhere/model"),

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sumibi.core.errors import ConfigError
 from sumibi.engine import fetch
 from sumibi.routing import policies
+from sumibi.routing.config import RouterConfig
 from sumibi.stack import DEFAULT_MODEL, POLICIES, Stack, known_keys, load_stack
 
 
@@ -63,6 +65,23 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
             "gateway:\n  objectives:\n    critical: high\n",
             "line 3: gateway.objectives.critical is 'high': input should be a valid integer",
         ),
+        ("gateway:\n  hold_above_s: 0\n", "line 2: gateway.hold_above_s is 0: input should be greater than"),
+        (
+            "gateway:\n  bands:\n    high: {ttl_s: 5}\n",
+            "line 3: gateway.bands has the key 'high': input should",
+        ),
+        (
+            "gateway:\n  bands:\n    1: 5\n",
+            "line 3: gateway.bands.1 is 5: it must be a mapping (max_requests,",
+        ),
+        (
+            "gateway:\n  bands:\n    1:\n      ttl: 5\n",
+            "line 4: unknown key 'gateway.bands.1.ttl'; did you mean 'gateway.bands.1.ttl_s'?",
+        ),
+        (
+            "gateway:\n  other_bands: {max_bytes: -1}\n",
+            "line 2: gateway.other_bands.max_bytes is -1: input should be greater than or equal to 0",
+        ),
         ("- a\n", "must be a mapping of keys"),
         ("model: [\n", "is not YAML"),
     ],
@@ -95,4 +114,16 @@ def test_every_policy_of_the_router_may_be_named():
 
 
 def test_every_key_says_what_it_means():
-    assert all(text for key, text in known_keys().items() if key not in ("engines", "gateway"))
+    keys = known_keys()
+    assert {"gateway.other_bands.ttl_s", "gateway.bands.*.ttl_s"} < keys.keys()
+    assert all(text for key, text in keys.items() if key not in ("engines", "gateway"))
+
+
+def test_queues_are_limited_as_the_router_limits_them_if_nothing_is_said():
+    gateway, config = Stack().gateway, RouterConfig()
+    assert gateway.hold_above_s == config.hold_above_s
+    assert gateway.other_bands.model_dump() == {
+        name: value
+        for name, value in msgspec.structs.asdict(config.other_bands).items()
+        if name != "priority"
+    }

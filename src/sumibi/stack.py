@@ -38,6 +38,7 @@ Policy = Literal[
     "dynamo-kv-agentic",
 ]
 KeyPath = tuple[str, ...]
+ANY_KEY = "*"
 
 
 class _Part(BaseModel):
@@ -62,6 +63,21 @@ class Engines(_Part):
     )
 
 
+class Band(_Part):
+    """How much may wait in the queue of one priority, and how long; the rest is refused (429)."""
+
+    max_requests: int = Field(default=5_000, ge=0, lt=10**18, description="requests that may wait")
+    max_bytes: int = Field(
+        default=1_000_000_000,
+        ge=0,
+        lt=10**18,
+        description="bytes of their bodies, estimated at 4 a token",
+    )
+    ttl_s: float | None = Field(
+        default=300.0, gt=0, allow_inf_nan=False, description="longest wait, seconds; null: no limit"
+    )
+
+
 class Gateway(_Part):
     """The door for clients, and the admin door beside it."""
 
@@ -75,6 +91,24 @@ class Gateway(_Part):
         default_factory=dict,
         description="priorities by the word in a request's `x-llm-d-inference-objective`; others have 0",
     )
+    hold_above_s: float | None = Field(
+        default=1.0,
+        ge=0.01,
+        allow_inf_nan=False,
+        description="a request whose pick cannot begin within this time waits in the gateway; null: none",
+    )
+    other_bands: Band = Field(
+        default_factory=Band, description="the queue of each priority that has none of its own in `bands`"
+    )
+    bands: dict[int, Band] = Field(
+        default_factory=dict,
+        description="queues by priority; what one does not say is as in `other_bands`",
+    )
+
+    def band(self, priority: int) -> Band:
+        """The queue of a priority, with what it takes over from `other_bands`."""
+        own = self.bands.get(priority, self.other_bands)
+        return self.other_bands.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
 
 
 class Stack(_Part):
@@ -164,6 +198,8 @@ def _explain(
     error: ErrorDetails, file: Path | None, lines: Mapping[KeyPath, int], overrides: Mapping[KeyPath, Any]
 ) -> str:
     path = tuple(str(part) for part in error["loc"])
+    is_key = path[-1:] == ("[key]",)  # not its value is wrong but the key itself, one of the user's
+    path = path[: len(path) - is_key]
     where = "command line" if path in overrides or file is None else str(file)
     if where == str(file) and path in lines:
         where = f"{file}, line {lines[path]}"
@@ -173,15 +209,17 @@ def _explain(
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key {name!r}{_suggest(path)}"
     if error["type"] in ("model_type", "model_attributes_type"):
-        keys = ", ".join(known[-1] for known, _ in _known_keys(Stack) if known[:-1] == path)
+        keys = ", ".join(known[-1] for known, _ in _known_keys(Stack) if _same(known[:-1], path))
         return f"{where}: {name} is {error['input']!r}: it must be a mapping ({keys})"
+    if is_key:
+        return f"{where}: {'.'.join(path[:-1])} has the key {path[-1]!r}: {error['msg'].lower()}"
     return f"{where}: {name} is {error['input']!r}: {error['msg'].lower()}"
 
 
 def _suggest(path: KeyPath) -> str:
     """The nearest known key anywhere in the model, else the keys known at this level."""
     level = dict(_known_keys(Stack))
-    siblings = [known[-1] for known in level if known[:-1] == path[:-1]]
+    siblings = [known[-1] for known in level if _same(known[:-1], path[:-1])]
     near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {'.'.join((*path[:-1], near[0]))!r}?"
@@ -192,12 +230,21 @@ def _suggest(path: KeyPath) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Every key of the model with its description; docs/stack-file.md is checked against it."""
+    """Every key of the model with its description, `*` for one that the user makes up;
+    docs/stack-file.md is checked against it.
+    """
     for name, field in model.model_fields.items():
         here = (*path, name)
         yield here, field.description or ""
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _known_keys(field.annotation, here)
+        for inner in get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _known_keys(inner, (*here, ANY_KEY))
+
+
+def _same(known: KeyPath, path: KeyPath) -> bool:
+    return len(known) == len(path) and all(k in (ANY_KEY, p) for k, p in zip(known, path, strict=True))
 
 
 def known_keys() -> dict[str, str]:

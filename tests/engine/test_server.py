@@ -7,6 +7,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from sumibi.engines.signals import parse_signals
 from sumibi.prompts.tokenizer import Tokenizer
 
 PROMPT = [(7 * i) % 256 for i in range(100)]
@@ -339,6 +340,7 @@ def test_the_door_tells_what_it_serves(served):
     assert served.http.get("/version").json()["version"].startswith("sumibi ")
     page = served.http.get("/metrics").text
     assert 'vllm:cache_config_info{block_size="32"' in page
+    assert parse_signals(page.encode()).max_sequences == 64  # --max-num-seqs
     assert 'kv_cache_size_tokens="32768"' in page
     assert "process_start_time_seconds" in page
 

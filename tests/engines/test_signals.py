@@ -42,6 +42,13 @@ def test_series_of_one_engine_are_summed_up():
     assert (seen.running, seen.waiting, seen.kv_usage) == (7, 5, 0.5)
 
 
+def test_an_engine_may_say_how_many_it_runs_at_once():
+    page = b'sumibi:max_num_seqs{engine="0",model_name="m"} 64.0\n'
+    assert parse_signals(page).max_sequences == 64
+    assert parse_signals(b"sumibi:max_num_seqs 0.0\n").max_sequences is None
+    assert parse_signals(VLLM).max_sequences is None
+
+
 def test_sglang_s_names_are_known():
     assert parse_signals(SGLANG) == EngineSignals(
         running=2, waiting=7, kv_usage=0.9, block_tokens=64, kv_tokens=640

@@ -249,6 +249,15 @@ async def test_load_of_others_is_read_from_the_engine_s_metrics(lab):
         assert (len(busy.requests), len(idle.requests)) == (0, 4)
 
 
+async def test_the_router_knows_how_many_an_engine_runs_at_once(lab):
+    """By its own word; else by the operator's."""
+    async with lab() as it:
+        says, silent = await it.engine(), await it.engine()
+        says.metrics["sumibi:max_num_seqs"] = 3.0
+        await it.start(max_sequences=256)
+        assert (view(it, says).max_sequences, view(it, silent).max_sequences) == (3, 256)
+
+
 async def test_an_engine_that_says_it_is_not_well_gets_no_requests_until_it_is(lab):
     async with lab() as it:
         ill, well = await it.engine(), await it.engine()

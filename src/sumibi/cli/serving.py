@@ -35,6 +35,32 @@ def serve(
             metavar="OBJECTIVE",
         ),
     ] = None,
+    hold_above: Annotated[
+        str | None,
+        typer.Option(
+            help="A request whose pick cannot begin with it within this time waits in the gateway; none:"
+            " nothing waits here, engines queue. Only `cost` holds requests. [default: 1]",
+            metavar="SECONDS",
+        ),
+    ] = None,
+    band: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How much of one priority may wait in the gateway and how long, the rest gets 429:"
+            " PRIORITY:max_requests=N,max_bytes=N,ttl_s=SECONDS, each if wanted; `other` for priorities"
+            " without their own. Repeat it."
+            " [default: other:max_requests=5000,max_bytes=1000000000,ttl_s=300]",
+            metavar="LIMITS",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences that an engine runs at once, for engines that do not say (vLLM: its own"
+            " --max-num-seqs). [default: unknown, no batch counts as full]",
+            min=1,
+        ),
+    ] = None,
     kv_events: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,8 +109,10 @@ def serve(
     Then use http://127.0.0.1:8000/v1 as you would use one of the engines.
     """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi.gateway.options import GatewayOptions, engine_options
+    from sumibi.gateway.queues import bands_of, hold_above_of
     from sumibi.gateway.terms import objectives_of
 
+    bands, other_bands = bands_of(band or ())
     options = GatewayOptions(
         engines=engine_options(engine, kv_events or ()),
         host=host,
@@ -92,6 +120,10 @@ def serve(
         tokenizer=tokenizer,
         policy=policy,
         objectives=objectives_of(objective or ()),
+        bands=bands,
+        other_bands=other_bands,
+        hold_above_s=hold_above_of(hold_above),
+        max_sequences=max_num_seqs,
         admin_host=admin_host,
         admin_port=admin_port or None,
         admin_key=admin_key,

@@ -1,4 +1,5 @@
-"""What the engine measures, under vLLM's metric names, so that dashboards and routers need no change.
+"""What the engine measures, under vLLM's metric names, so that dashboards and routers need no change;
+what vLLM has no name for is `sumibi:...`.
 
 Prefix counters count tokens. Times are seconds between the moments that `Sequence` records. Everything is
 labelled `model_name` and `engine` (the data-parallel rank, always 0 here).
@@ -50,6 +51,9 @@ class EngineMetrics:
         self._gauge("num_requests_running", "Sequences in the current steps", lambda: len(scheduler.running))
         self._gauge("num_requests_waiting", "Sequences that wait for a place", lambda: len(scheduler.waiting))
         self._gauge("kv_cache_usage_perc", "Held KV blocks, 0 to 1", lambda: pool.held / pool.num_blocks)
+        self._gauge(
+            "max_num_seqs", "Sequences computed at once", lambda: scheduler.max_sequences, prefix="sumibi"
+        )
         self._info(
             "cache_config_info",
             "KV cache",
@@ -127,8 +131,8 @@ class EngineMetrics:
         self._queries.inc(sequence.prompt_tokens)
         self._hits.inc(cached)
 
-    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        gauge = Gauge(f"vllm:{name}", text, [*self._labels], registry=self._registry)
+    def _gauge(self, name: str, text: str, value: Callable[[], float], *, prefix: str = "vllm") -> None:
+        gauge = Gauge(f"{prefix}:{name}", text, [*self._labels], registry=self._registry)
         gauge.labels(**self._labels).set_function(value)
 
     def _info(self, name: str, text: str, **labels: str) -> None:

@@ -24,6 +24,8 @@ class EngineSignals(msgspec.Struct, frozen=True):
     block_tokens: int | None = None
     kv_tokens: int | None = None
     """Capacity of the device KV cache."""
+    max_sequences: int | None = None
+    """That it runs at once. vLLM does not say (its configuration is told in development mode only)."""
     process_start_s: float | None = None
     """Wall-clock start of the process: another value means another life."""
 
@@ -39,12 +41,14 @@ def parse_signals(page: bytes, *, rank: int = 0, ranks: int = 1) -> EngineSignal
     waiting = _total(page, engine, b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
     kv_usage = _highest(page, engine, b"vllm:kv_cache_usage_perc", b"sglang:token_usage")
     block_tokens, kv_tokens = _cache_size(page, engine)
+    places = _highest(page, engine, b"sumibi:max_num_seqs")
     return EngineSignals(
         running=None if running is None else int(running),
         waiting=None if waiting is None else int(waiting),
         kv_usage=None if kv_usage is None else min(max(kv_usage, 0.0), 1.0),
         block_tokens=block_tokens,
         kv_tokens=kv_tokens,
+        max_sequences=int(places) if places else None,
         process_start_s=_highest(page, None, b"process_start_time_seconds"),
     )
 

@@ -38,6 +38,17 @@ _ABORT_S = 2.0
 log = logging.getLogger(__name__)
 
 
+def router_config(options: GatewayOptions, *, gateway_epoch: int) -> RouterConfig:
+    """The router's settings by the gateway's options."""
+    return RouterConfig(
+        policy=options.policy,
+        gateway_epoch=gateway_epoch,
+        hold_above_s=options.hold_above_s,
+        bands=list(options.bands),
+        other_bands=options.other_bands,
+    )
+
+
 class Gateway:
     """A whole gateway in the running loop. `start`, then `stop`."""
 
@@ -48,7 +59,7 @@ class Gateway:
         self.admin_key = admin_key(options, state) if options.admin_port is not None else None
         self.metrics = Metrics()
         recorder = Recorder(options.record) if options.record is not None else None
-        config = RouterConfig(policy=options.policy, gateway_epoch=int(time.time()))
+        config = router_config(options, gateway_epoch=int(time.time()))
         self.router = Router(config, observer=recorder.event if recorder is not None else None)
         if recorder is not None:
             recorder.started(config)
@@ -167,6 +178,7 @@ class Gateway:
             options.timeouts,
             self._context,
             interval_s=options.scrape_interval_s,
+            max_sequences=options.max_sequences,
             found=self.readers.find,
             came_up=self._came_up,
         )

@@ -11,8 +11,10 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from sumibi.core.errors import ConfigError
+from sumibi.routing.config import BandLimits, RouterConfig
 
 DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+HOLD_ABOVE_S = RouterConfig().hold_above_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ class GatewayOptions:
     policy: str = "cost"
     objectives: Mapping[str, int] = field(default_factory=dict)
     """Priorities by the word that requests name in their objective header; any other word is 0."""
+    bands: Sequence[BandLimits] = ()
+    """Priorities whose queues have limits of their own."""
+    other_bands: BandLimits = field(default_factory=BandLimits)
+    """Limits of each other priority's queue."""
+    hold_above_s: float | None = HOLD_ABOVE_S
+    """A request whose pick cannot begin within this time waits here; None: engines queue."""
+    max_sequences: int | None = None
+    """That an engine runs at once, for engines that do not say; None: not known, no batch counts as full."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = 8080
     """None: no admin door."""

@@ -74,10 +74,13 @@ class EngineWatch:
         context: zmq.asyncio.Context,
         *,
         interval_s: float,
+        max_sequences: int | None = None,
         found: Callable[[EngineInfo], Awaitable[None]],
         came_up: Callable[[EngineInfo], None],
     ) -> None:
-        """`found` is awaited before an engine takes requests, `came_up` called once the router knows it."""
+        """`max_sequences`: what an engine runs at once that does not say. `found` is awaited before an
+        engine takes requests, `came_up` called once the router knows it.
+        """
         self.url = option.url
         self.up = False
         self.info: EngineInfo | None = None
@@ -85,6 +88,7 @@ class EngineWatch:
         self._shell = shell
         self._context = context
         self._interval_s = interval_s
+        self._max_sequences = max_sequences
         self._found = found
         self._came_up = came_up
         host, port = address_of(option.url)
@@ -218,6 +222,7 @@ class EngineWatch:
                 aliases=list(info.aliases),
                 engine_block_tokens=rank.signals.block_tokens,
                 kv_tokens=rank.signals.kv_tokens,
+                max_sequences=rank.signals.max_sequences or self._max_sequences,
                 has_events=streaming,
                 has_replay=streaming and source is not None and source.replay is not None,
                 process_start_s=rank.signals.process_start_s,
@@ -396,5 +401,8 @@ class EngineWatch:
 
 def _identity(info: EngineInfo) -> tuple[object, ...]:
     """What the router is told of an engine, the start of its process aside (every scrape tells that)."""
-    ranks = tuple((r.endpoint, r.signals.block_tokens, r.signals.kv_tokens, r.events) for r in info.ranks)
+    ranks = tuple(
+        (r.endpoint, r.signals.block_tokens, r.signals.kv_tokens, r.signals.max_sequences, r.events)
+        for r in info.ranks
+    )
     return info.models, info.aliases, ranks

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sumibi.core.errors import EnvironmentProblem
-from sumibi.stack import Stack
+from sumibi.stack import Band, Stack
 
 SOCKET_PATH_LIMIT_BYTES = 107
 """sizeof(sockaddr_un.sun_path) - 1 on Linux."""
@@ -68,6 +68,9 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
             *("--admin-port", str(gateway.admin_port)),
             *("--policy", gateway.policy),
             *(part for word in gateway.objectives.items() for part in ("--objective", "{}={}".format(*word))),
+            *("--hold-above", "none" if gateway.hold_above_s is None else str(gateway.hold_above_s)),
+            *("--band", _band("other", gateway.other_bands)),
+            *(part for p in gateway.bands for part in ("--band", _band(str(p), gateway.band(p)))),
             *(part for url in urls for part in ("--engine", url)),
             *(("--tokenizer", model_dir) if Path(model_dir).is_dir() else ()),
         ],
@@ -126,6 +129,11 @@ def _engine(
         cores=cores,
         health_url=f"http://127.0.0.1:{port}/health",
     )
+
+
+def _band(priority: str, band: Band) -> str:
+    ttl = "none" if band.ttl_s is None else band.ttl_s
+    return f"{priority}:max_requests={band.max_requests},max_bytes={band.max_bytes},ttl_s={ttl}"
 
 
 def _socket(state_dir: Path, name: str) -> str:
