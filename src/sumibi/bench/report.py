@@ -116,6 +116,13 @@ def write(
     page_path.write_text("\n".join([made, *details]))
 
 
+def finish(figures: list[Figure], json_path: Path, page_path: Path, title: str) -> int:
+    """Write both files, print the page; the exit code is 1 if a target was missed."""
+    write(figures, json_path, page_path, title)
+    print(page_path.read_text())
+    return 1 if any(each.held is False for each in figures) else 0
+
+
 def page(figures: list[Figure], title: str) -> str:
     """Markdown: statements as a list, numbers as a table."""
     lines = [f"# {title}", "", "Made by the command below; do not edit.", ""]
