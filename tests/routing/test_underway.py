@@ -61,8 +61,7 @@ def test_the_prompt_that_shares_most_is_found_for_each_endpoint(steps, have, len
             if attempt.current and blocks > best[0]:
                 expected[attempt.endpoint] = (blocks, attempt)
         found = {
-            e: (blocks, attempt)
-            for e, blocks, attempt, _ in underway.reach(keys, most, dict(enumerate(have)))
+            e: (blocks, attempt) for e, blocks, attempt, _ in underway.reach(keys, most, have.__getitem__)
         }
         assert found == expected
     for request, attempt in there:

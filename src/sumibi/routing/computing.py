@@ -8,7 +8,7 @@ prompt is remembered instead.
 To another request with the same prefix it is never a hit: it has to wait for the owner's prefill.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from sumibi.routing.fleet import Endpoint
@@ -61,9 +61,9 @@ class Computing:
             self._forget(request, attempt)
 
     def pending(
-        self, keys: Sequence[int], length: int, have: dict[Endpoint, int], t: float
+        self, keys: Sequence[int], length: int, have: Callable[[Endpoint], int], t: float
     ) -> dict[Endpoint, tuple[int, float]]:
-        """For endpoints where more than `have` blocks of the first `length` of `keys` are coming:
+        """For endpoints where more blocks of the first `length` of `keys` are coming than they `have`:
         (blocks from the root, seconds until they are computed).
         """
         found: dict[Endpoint, tuple[int, float]] = {}

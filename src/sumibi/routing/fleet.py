@@ -39,6 +39,8 @@ HISTORY_BLOCKS = 500_000
 """Blocks of a model's latest prompts that are remembered to learn when prefixes return."""
 SHARE_HALF_LIFE_S = 1800.0
 """What an endpoint computed counts half after this time in its share of the work."""
+SHARE_EPOCH_S = 64 * SHARE_HALF_LIFE_S
+"""What endpoints computed is summed as of times this far apart."""
 SMALLEST_BLOCK_TOKENS = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
 
@@ -210,17 +212,17 @@ class Endpoint:
         self.touch()
 
     def work_lately_s(self, t: float) -> float:
-        """Seconds of prefill that were placed here, the last half-hour counting most."""
-        fade: float = 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S)
-        return self.worked_s * fade
+        """Seconds of prefill that were placed here, the last half-hour counting most.
+
+        Of a `t` before the last placement: what the same work would have counted then.
+        """
+        return faded_s(self.worked_s, t - self.worked_t)
 
     def order_victims(self, t: float, block_tokens: int, returns: ReturnTimes) -> None:
         """Have its `recency` as of now."""
-        recency = self.recency
-        if recency.refresh(
+        self.recency.refresh(
             t, latency=self.learner.start, block_tokens=block_tokens, returns=returns, resident=self._has
-        ):
-            self.touch()
+        )
 
     def overfull(self, block_tokens: int) -> bool:
         """Whether the prefills that were sent there will evict something before they are computed.
@@ -361,15 +363,15 @@ class Model:
 class Roster:
     """Endpoints that a request may go to, and what follows from who they are."""
 
-    __slots__ = ("changes", "endpoints", "groups", "holders", "places", "rows", "trusted", "trusts_all")
+    __slots__ = ("at", "changes", "endpoints", "groups", "holders", "places", "rows", "trusted")
 
     def __init__(self, endpoints: list[Endpoint], changes: Changes) -> None:
         self.endpoints = endpoints
         self.changes = changes
-        self.rows: dict[tuple[int, int], Rows] = {}
-        """By kind of request, see `floors`."""
+        self.rows: dict[int, Rows] = {}
+        """By priority, see `floors`."""
+        self.at = {endpoint: place for place, endpoint in enumerate(endpoints)}
         self.holders = [endpoint.holders for endpoint in endpoints]
-        self.trusts_all = True
         self.trusted = 0
         """Holders (a bit set) whose blocks count: not those of suspects."""
         self.places: dict[int, int] = {}
@@ -381,8 +383,6 @@ class Roster:
             own = endpoint.holders
             if endpoint.suspect is None:
                 self.trusted |= own
-            else:
-                self.trusts_all = False
             while own:
                 holder = own.bit_length() - 1
                 self.places[holder] = place
@@ -505,6 +505,19 @@ class Fleet:
 
     def _unserve(self, model: str, endpoint: Endpoint) -> None:
         self.models[model].endpoints.pop(endpoint.name, None)
+
+
+def faded_s(worked_s: float, for_s: float) -> float:
+    """What work counts after so many seconds."""
+    fade: float = 0.5 ** (for_s / SHARE_HALF_LIFE_S)
+    return worked_s * fade
+
+
+def share_epoch_t(t: float) -> float:
+    """A time not after `t`, and the same for a long while: all work counts half at the same pace, so sums as
+    of then need no renewal as time goes on.
+    """
+    return t // SHARE_EPOCH_S * SHARE_EPOCH_S
 
 
 def _routing_block(engine_block_tokens: int) -> int:

@@ -4,186 +4,245 @@ From them follows, with a handful of multiplications, a lower bound of the price
 reserved there, this one's compute, those held up by it who decode there, and the work itself. Whatever else
 the price has (evictions, crowding, returns, places, foreign load, more than a share of the work) is never
 negative and left out.
+
+For all endpoints together the bound is coarser than for one: it knows of most of them only how much of the
+prompt they have at most, and leaves out what the first prefill reserved there has left.
 """
 
-from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from sumibi.routing.cost import DECODE, MILD, WORK
-from sumibi.routing.fleet import Roster
-from sumibi.routing.learning import Hardware
+from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
+from sumibi.routing.learning import MOST, Hardware
 
-MOST_KINDS = 16
+MOST_PRIORITIES = 16
 """Whose rows are kept."""
+LEAST = 1 / MOST
+"""No factor is learnt below this, an endpoint's own included."""
+
+
+class _Part:
+    """Endpoints of one kind of hardware, by their place in it: multipliers of what a request is on it, and
+    its own speeds.
+    """
+
+    __slots__ = ("fixed", "hardware", "own", "places", "rest_s", "steps", "work")
+
+    def __init__(self, hardware: Hardware, places: list[int]) -> None:
+        self.hardware = hardware
+        self.places = places
+        """In the roster."""
+        zeros = [0.0] * len(places)
+        self.own = zeros.copy()
+        """Factor of its own on prefills."""
+        self.fixed = zeros.copy()
+        """Of a fixed cost: this prefill's, for those it holds up too, and of those reserved but the first."""
+        self.work = zeros.copy()
+        """Of its work."""
+        self.rest_s = zeros.copy()
+        """Work of all prefills reserved there but the first, by the start's coefficients."""
+        self.steps = zeros.copy()
+        """Of what one more sequence adds to all steps of an answer, the endpoint's own factor included."""
 
 
 class Rows:
-    """Of each endpoint of a roster, for one kind of request: multipliers beside what its hardware learnt
-    (`Terms`), and what is summed over all. Numbers that are next to each other, not in as many objects.
+    """Of each endpoint of a roster, for requests of one priority: what bounds need, and what is summed over
+    all. Kept up to date by what the roster's endpoints say of themselves.
     """
 
     __slots__ = (
         "_changes",
         "_count",
         "_endpoints",
-        "_kind",
+        "_oldest_t",
         "_places",
+        "_priority",
         "_seen",
-        "fixed",
-        "head",
+        "_shares_s",
+        "_shares_t",
+        "_typical_s",
         "head_s",
-        "ordered_t",
-        "rest_s",
+        "parts",
         "since_t",
-        "steps",
-        "typical_s",
-        "work",
-        "worked_s",
-        "worked_t",
+        "where",
     )
 
-    def __init__(self, roster: Roster, kind: tuple[int, int]) -> None:
-        """`kind`: (priority, tokens of a block)."""
-        self._endpoints, self._kind = roster.endpoints, kind
+    def __init__(self, roster: Roster, priority: int, t: float) -> None:
+        self._endpoints, self._priority = roster.endpoints, priority
         self._changes, self._count, self._seen = roster.changes, -1, 0
-        self._places = {endpoint: place for place, endpoint in enumerate(roster.endpoints)}
-        zeros = bytes(8 * len(roster.endpoints))
-        self.fixed = array("d", zeros)
-        """Of a fixed cost: this prefill's, for those it holds up too, and of those reserved but the first."""
-        self.work = array("d", zeros)
-        """Of its work."""
-        self.steps = array("d", zeros)
-        """Of what one more sequence adds to all steps of an answer."""
-        self.rest_s = array("d", zeros)
-        """Work of all prefills reserved there but the first."""
-        self.head = array("d", zeros)
-        """Of the first one's fixed cost; 0 if there is none."""
-        self.head_s = array("d", zeros)
-        """Its work."""
-        self.since_t = array("d", zeros)
+        self._places = roster.at
+        count = len(roster.endpoints)
+        self.parts = [_Part(hardware, places) for hardware, places in roster.groups.items()]
+        self.where = [(self.parts[0], 0)] * count
+        """Part and place in it, by place in the roster."""
+        for part in self.parts:
+            for i, place in enumerate(part.places):
+                self.where[place] = part, i
+        self.head_s: list[float | None] = [None] * count
+        """Work of the first prefill reserved there; None if there is none."""
+        self.since_t = [0.0] * count
         """When it was begun."""
-        self.typical_s = array("d", zeros)
-        self.worked_s = array("d", zeros)
-        self.worked_t = array("d", zeros)
-        self.ordered_t = array("d", zeros)
-        """As of when its victims are ordered."""
-        self.refresh()
+        self._typical_s = [0.0] * count
+        self._shares_s, self._shares_t = [0.0] * count, 0.0
+        """What was computed there lately, as of that time."""
+        self._oldest_t = float("inf")
+        """Not after the oldest order of victims."""
+        self.refresh(t)
 
-    def refresh(self) -> None:
+    def refresh(self, t: float) -> None:
         """Take over what changed."""
-        log = self._changes.log
-        if self._count != self._changes.count:
-            self._count = self._changes.count
-            changed = set(self._endpoints)
+        log, shares_t = self._changes.log, share_epoch_t(t)
+        if self._count != self._changes.count or self._shares_t != shares_t:
+            self._count, self._shares_t = self._changes.count, shares_t
+            for place, endpoint in enumerate(self._endpoints):
+                self._fill(place, endpoint)
         elif len(log) > self._seen:
-            changed = set(log[self._seen :])
-        else:
-            return
+            for endpoint in set(log[self._seen :]):
+                if (at := self._places.get(endpoint)) is not None:
+                    self._fill(at, endpoint)
         self._seen = len(log)
-        for endpoint in changed:
-            place = self._places.get(endpoint)
-            if place is not None:
-                self._fill(place)
 
-    def _fill(self, place: int) -> None:
-        endpoint, (priority, _) = self._endpoints[place], self._kind
+    def typical_s(self) -> float:
+        """A usual prefill at each, summed."""
+        return sum(self._typical_s)
+
+    def lately_s(self, t: float) -> float:
+        """What was computed lately, summed."""
+        return faded_s(sum(self._shares_s), t - self._shares_t)
+
+    def ordered_since(self, t: float) -> bool:
+        """Whether no order of victims is older."""
+        if self._oldest_t < t:
+            self._oldest_t = min([e.recency.computed_t for e in self._endpoints])
+        return self._oldest_t >= t
+
+    def _fill(self, place: int, endpoint: Endpoint) -> None:
+        part, i = self.where[place]
         load, learner = endpoint.load, endpoint.learner
-        own = learner.own
-        held_up = DECODE * load.decode_weight(priority)
-        others = head_s = rest_s = 0.0
-        if load.prefills:
-            others = len(load.prefills) - 1.0
-            head_s = next(iter(load.prefills.values())).work_ns * 1e-9
-            rest_s = load.prefill_work_ns * 1e-9 - head_s
-        self.fixed[place] = own * (1.0 + held_up + others)
-        self.work[place] = own * (1.0 + held_up + WORK - MILD)
-        self.steps[place] = learner.own_decode * (held_up + DECODE * len(load.prefills))
-        self.rest_s[place] = own * rest_s
-        self.head[place] = own if load.prefills else 0.0
-        self.head_s[place] = own * head_s
-        self.since_t[place] = load.head_since_t
-        self.typical_s[place] = endpoint.typical_prefill_s
-        self.worked_s[place], self.worked_t[place] = endpoint.worked_s, endpoint.worked_t
-        self.ordered_t[place] = endpoint.recency.computed_t
+        held_up = DECODE * load.decode_weight(self._priority)
+        prefills = load.prefills
+        part.own[i] = learner.own
+        if prefills:
+            head_s = next(iter(prefills.values())).work_ns * 1e-9
+            part.fixed[i] = held_up + len(prefills)
+            part.rest_s[i] = load.prefill_work_ns * 1e-9 - head_s
+            self.head_s[place], self.since_t[place] = head_s, load.head_since_t
+        else:
+            part.fixed[i] = held_up + 1.0
+            part.rest_s[i] = 0.0
+            self.head_s[place] = None
+        part.work[i] = held_up + (1.0 + WORK - MILD)
+        part.steps[i] = learner.own_decode * (held_up + DECODE * len(prefills))
+        self._typical_s[place] = endpoint.typical_prefill_s
+        self._shares_s[place] = endpoint.work_lately_s(self._shares_t)
+        self._oldest_t = min(self._oldest_t, endpoint.recency.computed_t)
 
 
-def rows(roster: Roster, kind: tuple[int, int]) -> Rows:
-    """As the endpoints are now, for requests of this kind: (priority, tokens of a block)."""
-    known = roster.rows.get(kind)
-    if known is None:
-        if len(roster.rows) >= MOST_KINDS:
-            roster.rows.clear()
-        known = roster.rows[kind] = Rows(roster, kind)
-    known.refresh()
+def rows(roster: Roster, priority: int, t: float) -> Rows:
+    """As the endpoints are now, for requests of this priority."""
+    known = roster.rows.get(priority)
+    if known is not None:
+        known.refresh(t)
+        return known
+    if len(roster.rows) >= MOST_PRIORITIES:
+        roster.rows.clear()
+    known = roster.rows[priority] = Rows(roster, priority, t)
     return known
 
 
-def least(
-    rows: Rows,
-    roster: Roster,
-    t: float,
-    *,
-    prompt_tokens: int,
-    reused_tokens: Sequence[int],
-    output_tokens: float,
-) -> list[float]:
-    """What a request costs at each endpoint, in seconds, at least. `reused_tokens` need not be computed."""
-    result = [0.0] * len(roster.endpoints)
-    every = zip(
-        rows.fixed,
-        rows.work,
-        rows.steps,
-        rows.rest_s,
-        rows.head,
-        rows.head_s,
-        rows.since_t,
-        reused_tokens,
-        strict=True,
+class Floors:
+    """Bounds of one request's price, in seconds, at the endpoints of `rows`."""
+
+    __slots__ = ("_prompt_tokens", "_rows", "_t", "_terms")
+
+    def __init__(self, rows: Rows, t: float, *, prompt_tokens: int, output_tokens: float) -> None:
+        self._rows = rows
+        self._t = t
+        self._prompt_tokens = prompt_tokens
+        self._terms = {
+            part.hardware: _Terms(part.hardware, prompt_tokens, output_tokens) for part in rows.parts
+        }
+
+    def coarse(self, reused_tokens: int, more: Mapping[int, int]) -> list[float]:
+        """At each. They have `reused_tokens` at most that need not be computed, but for those, by place, who
+        have `more`.
+        """
+        bounds_s = [0.0] * len(self._rows.where)
+        for part in self._rows.parts:
+            terms = self._terms[part.hardware]
+            works_s = [terms.work_s(reused_tokens)] * len(part.places)
+            for place, tokens in more.items():
+                here, i = self._rows.where[place]
+                if here is part:
+                    works_s[i] = terms.work_s(tokens)
+            found = terms.each(part, works_s)
+            if len(self._rows.parts) == 1:
+                return found
+            for place, bound_s in zip(part.places, found, strict=True):
+                bounds_s[place] = bound_s
+        return bounds_s
+
+    def at(self, place: int, reused_tokens: int) -> float:
+        """At one, which has so much."""
+        part, i = self._rows.where[place]
+        terms, own = self._terms[part.hardware], part.own[i]
+        fixed_s = terms.fixed_s * own if own > terms.fixed_from else terms.least_fixed_s
+        factor = terms.factor * own if own > terms.factor_from else LEAST
+        bound_s = (
+            fixed_s * part.fixed[i]
+            + factor * (terms.work_s(reused_tokens) * part.work[i] + part.rest_s[i])
+            + terms.steps_s * part.steps[i]
+        )
+        head_s = self._rows.head_s[place]
+        if head_s is None:
+            return bound_s
+        return bound_s + max(0.0, fixed_s + factor * head_s + self._rows.since_t[place] - self._t)
+
+
+class _Terms:
+    """A request's costs on one kind of hardware: with factors that times an endpoint's own one, or LEAST if
+    that is more, are never above what the endpoint is priced with.
+    """
+
+    __slots__ = (
+        "_b_s",
+        "_half_q_s",
+        "_prompt_tokens",
+        "factor",
+        "factor_from",
+        "fixed_from",
+        "fixed_s",
+        "least_fixed_s",
+        "steps_s",
     )
-    several = list(every) if len(roster.groups) > 1 else []
-    for hardware, places in roster.groups.items():
-        fixed_s, factor, steps_s = terms(hardware, prompt_tokens, output_tokens)
-        prefill_s = {n: factor * work_s(hardware, prompt_tokens, n) for n in set(reused_tokens)}
-        found = [
-            fixed_s * fixed
-            + prefill_s[reused] * work
+
+    def __init__(self, hardware: Hardware, prompt_tokens: int, output_tokens: float) -> None:
+        start = hardware.start
+        fixed, self.factor, decode = hardware.least()
+        self.fixed_s, self.least_fixed_s = start.a_s * fixed, start.a_s * LEAST
+        self.fixed_from, self.factor_from = LEAST / fixed, LEAST / self.factor
+        """Own factors from which on it is not LEAST."""
+        context = prompt_tokens + output_tokens / 2
+        self.steps_s = output_tokens * decode * (start.d1_s + start.d2_s * context)
+        """What one more sequence adds to all steps of the answer."""
+        self._prompt_tokens, self._b_s, self._half_q_s = prompt_tokens, start.b_s, start.q_s / 2
+
+    def work_s(self, reused_tokens: int) -> float:
+        """Work of the prefill by the start's coefficients."""
+        prompt_tokens = self._prompt_tokens
+        return (prompt_tokens - reused_tokens) * (
+            self._b_s + self._half_q_s * (prompt_tokens + reused_tokens)
+        )
+
+    def each(self, part: _Part, works_s: list[float]) -> list[float]:
+        """What a request with such work costs at each endpoint, the first prefill there not counted."""
+        fixed_s, least_fixed_s, fixed_from = self.fixed_s, self.least_fixed_s, self.fixed_from
+        factor, factor_from, steps_s = self.factor, self.factor_from, self.steps_s
+        return [
+            (fixed_s * own if own > fixed_from else least_fixed_s) * fixed
+            + (factor * own if own > factor_from else LEAST) * (work_s * work + rest_s)
             + steps_s * steps
-            + factor * rest_s
-            + (left_s if head and (left_s := fixed_s * head + factor * head_s + since_t - t) > 0 else 0.0)
-            for fixed, work, steps, rest_s, head, head_s, since_t, reused in (
-                [several[place] for place in places] if several else every
+            for own, fixed, work, rest_s, steps, work_s in zip(
+                part.own, part.fixed, part.work, part.rest_s, part.steps, works_s, strict=True
             )
         ]
-        if not several:
-            return found
-        for place, bound_s in zip(places, found, strict=True):
-            result[place] = bound_s
-    return result
-
-
-class Terms(NamedTuple):
-    """A request's costs on one kind of hardware, in seconds. Factors may be smaller than learnt."""
-
-    fixed_s: float
-    work_factor: float
-    steps_s: float
-    """What one more sequence adds to all steps of its answer."""
-
-
-def terms(hardware: Hardware, prompt_tokens: int, output_tokens: float) -> Terms:
-    """What a request is on this hardware."""
-    start = hardware.start
-    fixed, work, decode = hardware.least()
-    context = prompt_tokens + output_tokens / 2
-    return Terms(
-        start.a_s * fixed,
-        work,
-        output_tokens * decode * (start.d1_s + start.d2_s * context),
-    )
-
-
-def work_s(hardware: Hardware, prompt_tokens: int, reused_tokens: int) -> float:
-    """Work of a prefill by the start's coefficients."""
-    start = hardware.start
-    return (prompt_tokens - reused_tokens) * (start.b_s + start.q_s / 2 * (prompt_tokens + reused_tokens))

@@ -18,7 +18,7 @@ def placed(
     t: float,
 ) -> None:
     """A request was placed: who used what last, who works. `matched` blocks of its prompt are at each
-    endpoint that it might have gone to.
+    endpoint that it might have gone to and that has more of it.
     """
     endpoint, reused = attempt.endpoint, attempt.candidate.reused_tokens // block_tokens
     left = [

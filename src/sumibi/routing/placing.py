@@ -5,7 +5,7 @@ so only those are priced whose lower bound (`floors`) is not above the best pric
 that among all.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -13,9 +13,10 @@ from sumibi.routing.computing import Computing
 from sumibi.routing.cost import FEW_PREFILLS, price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
-from sumibi.routing.fleet import SHARE_HALF_LIFE_S, Endpoint, Roster
-from sumibi.routing.floors import Rows, least, rows
+from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
+from sumibi.routing.floors import Floors, rows
 from sumibi.routing.index import BlockIndex
+from sumibi.routing.levels import Levels, blocks_of, deepest
 from sumibi.routing.policies.cost import SLACK
 from sumibi.routing.recency import FRESH_S
 from sumibi.routing.returns import ReturnTimes
@@ -30,9 +31,8 @@ ROUNDING = 1e-9
 """By this part a bound may be above what it bounds."""
 
 FEW = 8
-"""Up to so many holders are gone through one by one."""
+"""Of so many endpoints it is known singly how much of a prompt they have before any is priced."""
 NOTHING_AHEAD: Mapping[str, float] = {}
-NOTHING_COMING = (0, 0.0)
 
 
 class Looked(NamedTuple):
@@ -41,8 +41,8 @@ class Looked(NamedTuple):
     endpoints: list[Endpoint]
     candidates: list[Candidate]
     """Theirs."""
-    matched: list[int]
-    """Leading blocks of the prompt at each endpoint of the roster, those that were left out too."""
+    levels: Levels
+    """How far the prompt is known at any endpoint of the roster, those that were left out too."""
 
 
 def candidates(
@@ -67,46 +67,48 @@ def candidates(
     if event.max_tokens is not None:
         output_tokens = min(output_tokens, event.max_tokens)
     keys, length = event.keys, matchable_blocks(event, block_tokens)
-    endpoints = roster.endpoints
-    there = _matched(keys, length, roster, index)
-    have = dict(zip(endpoints, there, strict=True))
-    if not roster.trusts_all:
-        have = {endpoint: blocks for endpoint, blocks in have.items() if endpoint.suspect is None}
+    endpoints, at, holders, trusted = roster.endpoints, roster.at, roster.holders, roster.trusted
+    levels = index.match(keys, length, trusted)
+
+    def have(endpoint: Endpoint) -> int:
+        """Blocks there; all of them where they count for nothing, so none is waited for."""
+        place = at.get(endpoint)
+        if place is None or not holders[place] & trusted:
+            return length
+        return blocks_of(levels, holders[place])
+
     pending = computing.pending(keys, length, have, t)
     if not priced:
         # What a full engine will have lost is our own guess: other policies go by what lies where.
         found = []
-        for endpoint, blocks in zip(endpoints, there, strict=True):
+        for endpoint, own in zip(endpoints, holders, strict=True):
+            blocks = blocks_of(levels, own)
             reach, _ = pending.get(endpoint, (blocks, 0.0))
             found.append(_unpriced(endpoint, t, blocks * block_tokens, (reach - blocks) * block_tokens))
-        return Looked(endpoints, found, there)
+        return Looked(endpoints, found, levels)
 
     count = len(endpoints)
-    known: Rows | None = None
-    typical_s: Sequence[float]
-    worked: Iterable[tuple[float, float]]
-    if count > MANY:
-        kind = event.priority, block_tokens
-        known = rows(roster, kind)
-        if min(known.ordered_t) < t - STALE_S:
-            _order(endpoints, t - STALE_S, t, block_tokens, returns)
-            known.refresh()
-        typical_s, worked = known.typical_s, zip(known.worked_s, known.worked_t, strict=True)
-    else:
+    known = rows(roster, event.priority, t) if count > MANY else None
+    if known is None:
         _order(endpoints, t - FRESH_S, t, block_tokens, returns)
-        typical_s = [e.typical_prefill_s for e in endpoints]
-        worked = [(e.worked_s, e.worked_t) for e in endpoints]
-    few_s = FEW_PREFILLS * sum(typical_s) / count
-    lately_s = sum([work_s * 0.5 ** ((t - at_t) / SHARE_HALF_LIFE_S) for work_s, at_t in worked])
+        typical_s, shares_t = sum([e.typical_prefill_s for e in endpoints]), share_epoch_t(t)
+        lately_s = faded_s(sum([e.work_lately_s(shares_t) for e in endpoints]), t - shares_t)
+    else:
+        if not known.ordered_since(t - STALE_S):
+            _order(endpoints, t - STALE_S, t, block_tokens, returns)
+        typical_s, lately_s = known.typical_s(), known.lately_s(t)
+    few_s = FEW_PREFILLS * typical_s / count
     level_s = few_s + lately_s / count
 
     def look(place: int) -> Candidate:
-        endpoint, blocks = endpoints[place], there[place]
+        endpoint, blocks = endpoints[place], blocks_of(levels, holders[place])
         coming_there = pending
         lasting = endpoint.lasting(blocks, keys, block_tokens)
         if lasting < blocks:
             blocks = lasting
-            coming_there = computing.pending(keys, length, {endpoint: blocks}, t)
+            coming_there = computing.pending(
+                keys, length, lambda other: lasting if other is endpoint else length, t
+            )
         reach, pending_s = coming_there.get(endpoint, (blocks, 0.0))
         return price(
             endpoint,
@@ -124,24 +126,28 @@ def candidates(
         )
 
     if known is None:
-        return Looked(endpoints, [look(place) for place in range(count)], there)
-    reused = there
-    if pending:
-        coming = (pending.get(endpoint, NOTHING_COMING)[0] for endpoint in endpoints)
-        reused = list(map(max, there, coming))
-    bounds_s = least(
-        known,
-        roster,
-        t,
-        prompt_tokens=event.prompt_tokens,
-        reused_tokens=[blocks * block_tokens for blocks in reused],
-        output_tokens=output_tokens,
+        return Looked(endpoints, [look(place) for place in range(count)], levels)
+    floors = Floors(known, t, prompt_tokens=event.prompt_tokens, output_tokens=output_tokens)
+    more, most = deepest(levels, roster.places, FEW)
+    for endpoint, (reach, _) in pending.items():
+        more[at[endpoint]] = reach
+
+    def floor_s(place: int) -> float:
+        blocks = more.get(place)
+        if blocks is None:
+            blocks = blocks_of(levels, holders[place])
+        bound_s = floors.at(place, blocks * block_tokens)
+        return bound_s + ahead_s.get(endpoints[place].name, 0.0) if ahead_s else bound_s
+
+    coarse_s = floors.coarse(
+        most * block_tokens, {place: blocks * block_tokens for place, blocks in more.items()}
     )
-    if ahead_s:
-        bounds_s = [s + ahead_s.get(e.name, 0.0) for s, e in zip(bounds_s, endpoints, strict=True)]
-    chosen = _shortlist(bounds_s, look)
+    chosen = _shortlist(coarse_s, floor_s, look)
+    if len(chosen) == 1:
+        ((place, candidate),) = chosen.items()
+        return Looked([endpoints[place]], [candidate], levels)
     order = sorted(chosen)
-    return Looked([endpoints[i] for i in order], [chosen[i] for i in order], there)
+    return Looked([endpoints[i] for i in order], [chosen[i] for i in order], levels)
 
 
 def _order(
@@ -168,36 +174,31 @@ def matchable_blocks(event: Arrived, block_tokens: int) -> int:
     return min(len(event.keys), max(0, event.prompt_tokens - 1) // block_tokens)
 
 
-def _matched(keys: Sequence[int], length: int, roster: Roster, index: BlockIndex) -> list[int]:
-    """Blocks at each endpoint, in their order."""
-    matched = [0] * len(roster.endpoints)
-    places = roster.places
-    for blocks, here in index.match(keys, length, roster.trusted):
-        if here.bit_count() > FEW:
-            matched = [blocks if here & own else m for own, m in zip(roster.holders, matched, strict=True)]
-            continue
-        while here:
-            holder = here.bit_length() - 1
-            matched[places[holder]] = blocks
-            here ^= 1 << holder
-    return matched
+def _shortlist(
+    coarse_s: Sequence[float], floor_s: Callable[[int], float], look: Callable[[int], Candidate]
+) -> dict[int, Candidate]:
+    """Candidates, by place, among which the best of all is, with those that tie with it.
 
-
-def _shortlist(bounds_s: Sequence[float], look: Callable[[int], Candidate]) -> dict[int, Candidate]:
-    """Candidates, by place, among which the best of all is, with those that tie with it."""
-    # Nothing of a price is negative, so a tie with the best cannot reach further than this.
-    reach = (1.0 + SLACK) * (1.0 + ROUNDING)
-    place = bounds_s.index(min(bounds_s))
+    `coarse_s` and `floor_s` are bounds of prices, the latter the closer ones.
+    """
+    place = coarse_s.index(min(coarse_s))
     candidate = look(place)
     found = {place: candidate}
-    limit_s = candidate.total_s * reach
-    near = [(bound_s, place) for place, bound_s in enumerate(bounds_s) if bound_s <= limit_s]
-    near.sort()
-    for bound_s, place in near[1:]:
+    best_s = candidate.total_s
+    # A tie with any better one cannot reach further than this: nobody's time to first token is more than
+    # its price.
+    limit_s = best_s * (1.0 + SLACK) * (1.0 + ROUNDING)
+    near = [other for other, bound_s in enumerate(coarse_s) if bound_s <= limit_s]
+    if len(near) <= 1:
+        return found
+    limit_s = (best_s + SLACK * candidate.ttft_s) * (1.0 + ROUNDING)
+    for bound_s, place in sorted([(floor_s(other), other) for other in near if other not in found]):
         if bound_s > limit_s:
             break
         found[place] = candidate = look(place)
-        limit_s = min(limit_s, candidate.total_s * reach)
+        if candidate.total_s < best_s:
+            best_s = candidate.total_s
+            limit_s = (best_s + SLACK * candidate.ttft_s) * (1.0 + ROUNDING)
     return found
 
 

@@ -57,11 +57,12 @@ from sumibi.routing.events import (
     WakeAt,
 )
 from sumibi.routing.feed import Feed
-from sumibi.routing.fleet import Endpoint, Fleet
+from sumibi.routing.fleet import Endpoint, Fleet, Roster
 from sumibi.routing.flow import Held
 from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner, Reservation
+from sumibi.routing.levels import Levels, beyond
 from sumibi.routing.placing import NOTHING_AHEAD, candidates, matchable_blocks, order_some
 from sumibi.routing.policies import Ask, Policy, least, make_policy
 from sumibi.routing.requests import Attempt, Request, State
@@ -85,9 +86,10 @@ class Choice(NamedTuple):
     endpoints: list[Endpoint]
     found: list[Candidate]
     """Theirs."""
-    matched: list[int]
-    """Blocks of the prompt at each of the endpoints that were asked about, those that are not among these
-    included."""
+    roster: Roster
+    """Of all endpoints that were asked about."""
+    levels: Levels
+    """How far the prompt is known at those."""
     scores: list[float]
     pick: int
 
@@ -308,9 +310,8 @@ class Router:
             computing=self._computing,
         )
         policy = self._policy(event.model)
-        some, found, matched = look(
-            roster=self._fleet.roster(event.model, endpoints), priced=policy.priced, ahead_s=ahead_s
-        )
+        roster = self._fleet.roster(event.model, endpoints)
+        some, found, levels = look(roster=roster, priced=policy.priced, ahead_s=ahead_s)
         number = request.attempt.number + 1 if request.attempt is not None else 1
         ask = Ask(
             request=event.request,
@@ -330,12 +331,12 @@ class Router:
         if not policy.priced:
             # What is predicted of the pick is recorded beside what came, under any policy.
             found[pick] = look(roster=self._fleet.roster(event.model, [some[pick]])).candidates[0]
-        return Choice(ask, some, found, matched, scores, pick)
+        return Choice(ask, some, found, roster, levels, scores, pick)
 
     def _commit(self, request: Request, endpoints: list[Endpoint], choice: Choice) -> None:
         """Reserve, and have it sent."""
         event = request.event
-        ask, some, found, matched, scores, pick = choice
+        ask, some, found, roster, levels, scores, pick = choice
         number = ask.attempt
         model, policy = self._fleet.models[event.model], self._policy(event.model)
         self._count.decisions += 1
@@ -362,7 +363,7 @@ class Router:
         self._reserve(request, attempt)
         policy.placed(ask, attempt.endpoint)
         self._after.append(
-            partial(self._placed, request, attempt, endpoints if policy.priced else [], matched, self._t)
+            partial(self._placed, request, attempt, roster if policy.priced else None, levels, self._t)
         )
         self._out.append(
             Dispatch(
@@ -374,19 +375,21 @@ class Router:
         self,
         request: Request,
         attempt: Attempt,
-        endpoints: list[Endpoint],
-        matched: list[int],
+        roster: Roster | None,
+        levels: Levels,
         t: float,
     ) -> None:
-        """Take note of a placement among `endpoints`, if the policy goes by seconds."""
+        """Take note of a placement among the endpoints of `roster`, if the policy goes by seconds."""
         event, name = request.event, request.event.model
         self._gate.recognise(request)
         self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
-        if endpoints:
+        if roster is not None:
             model, block_tokens = self._fleet.models[name], self._fleet.block_tokens(name)
-            there = [(e, blocks) for e, blocks in zip(endpoints, matched, strict=True) if blocks]
-            lessons.placed(event.keys, model, there, block_tokens, attempt, t)
-            order_some(endpoints, t, block_tokens, model.returns)
+            reused = attempt.candidate.reused_tokens // block_tokens
+            more = beyond(levels, roster.places, reused)
+            left = [(roster.endpoints[place], blocks) for place, blocks in more.items()]
+            lessons.placed(event.keys, model, left, block_tokens, attempt, t)
+            order_some(roster.endpoints, t, block_tokens, model.returns)
 
     # --- held requests ---
 

@@ -6,7 +6,7 @@ of prompts. A node is a stretch of some prompt's keys (no copy of them) that all
 Knows nothing of time, prefills or the index.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sumibi.core.prefixcache import common
 from sumibi.routing.fleet import Endpoint
@@ -64,9 +64,9 @@ class Underway:
             at, children = node.end, node.children
 
     def reach(
-        self, keys: Sequence[int], length: int, have: dict[Endpoint, int]
+        self, keys: Sequence[int], length: int, have: Callable[[Endpoint], int]
     ) -> Iterator[tuple[Endpoint, int, Attempt, Request]]:
-        """For endpoints of `have` where prompts share more of the first `length` of `keys` than it says:
+        """For endpoints where prompts share more of the first `length` of `keys` than `have` says of them:
         how many blocks the one that shares most of them does; of several the first. Only attempts in the
         process that serves there now.
         """
@@ -81,15 +81,10 @@ class Underway:
             if at < node.end:
                 break
             children = node.children
-        if not path:
-            return
-        least = min(have.values(), default=length)
         seen: set[Endpoint] = set()
         for shared, node in reversed(path):
-            if shared <= least:
-                return
             for endpoint, attempts in node.here.items():
-                if endpoint in seen or have.get(endpoint, length) >= shared:
+                if endpoint in seen or have(endpoint) >= shared:
                     continue
                 for attempt, request in attempts.items():
                     if attempt.current:
