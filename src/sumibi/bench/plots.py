@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sumibi.bench import pictures
 from sumibi.bench.judging import Runs, hit_rate, mean_ttft_s
 from sumibi.bench.published import AFFINE, BLIND
 from sumibi.bench.scenes import Caches, Outcome
@@ -13,19 +14,13 @@ from sumibi.routing.policies import POLICIES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#c0392b", "#7f8c8d", "#b0a090", "#566573", "#2f6690", "#e0a030", "#50a0a0", "#7a4f9a", "#3a7d44",
-            "#a0b040", "#d080c0")  # fmt: skip
-COLOUR = dict(zip(POLICIES, _COLOURS, strict=True))
-
 
 def draw(scenes: Sequence[Runs], directory: Path) -> list[Path]:
     """The pictures that these runs allow; none without matplotlib."""
     try:
-        import matplotlib as mpl
+        pictures.pyplot()
     except ImportError:
         return []
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "sumibi"
     directory.mkdir(parents=True, exist_ok=True)
     drawn = []
     for name, row, picture in (
@@ -41,9 +36,7 @@ def draw(scenes: Sequence[Runs], directory: Path) -> list[Path]:
 
 def _serving(scenes: Sequence[Runs], path: Path) -> Path:
     """TTFT by policy at every point: mean, and p99 of warm turns."""
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(
+    figure, panels = pictures.pyplot().subplots(
         1, 2, figsize=(14, 1.6 + 0.42 * len(scenes)), sharey=True, layout="constrained"
     )
     for axes, title, get, bound in (
@@ -51,17 +44,12 @@ def _serving(scenes: Sequence[Runs], path: Path) -> Path:
         (panels[1], "p99 TTFT of warm turns, s", _warm, lambda one: one.least_warm_ttft_p99_s),
     ):
         _dots(axes, scenes, get, bound)
-        axes.set_title(title, loc="left", fontsize=10)
+        pictures.panel(axes, title, grid="x")
         axes.set_xscale("log")
-        axes.grid(axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(scenes)), [runs.scene.name for runs in scenes], fontsize=8)
     panels[0].invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-    figure.suptitle("Agent sessions on 8 GLM-5.2 replicas", x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-    return path
+    pictures.legend(figure, panels[0], columns=6)
+    return pictures.finish(figure, path, "Agent sessions on 8 GLM-5.2 replicas")
 
 
 def _warm(one: Outcome) -> float:
@@ -81,15 +69,14 @@ def _dots(
             if policy in runs.played
         ]
         ours = policy == OURS
-        axes.plot(
-            *zip(*points, strict=True),
+        pictures.line(
+            axes,
+            points,
+            policy,
             linestyle="",
             marker="D" if ours else "o",
             markersize=8 if ours else 5,
             alpha=1.0 if ours else 0.75,
-            color=COLOUR[policy],
-            label=policy,
-            zorder=3 if ours else 2,
         )
     least = [
         (_mean(bound(one) for runs_ in runs.played.values() for one in runs_), at)
@@ -102,10 +89,8 @@ def _dots(
 
 def _w2(scenes: Sequence[Runs], path: Path) -> Path:
     """The ladder: output and TTFT by rate, with the published points."""
-    from matplotlib import pyplot as plt
-
     runs = scenes[0]
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    figure, panels = pictures.pyplot().subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     stages = [(at, rate) for at, rate in enumerate(runs.scene.rates) if at]
     for which, (axes, title) in enumerate(
         zip(panels, ("output tokens/s", "mean TTFT, s", "p90 TTFT, s"), strict=True)
@@ -122,14 +107,7 @@ def _w2(scenes: Sequence[Runs], path: Path) -> Path:
                 )
                 for at, _ in stages
             ]
-            axes.plot(
-                [rate for _, rate in stages],
-                values,
-                color=COLOUR[policy],
-                linewidth=2.4 if policy == OURS else 1.1,
-                zorder=3 if policy == OURS else 2,
-                label=policy,
-            )
+            pictures.line(axes, [(rate, y) for (_, rate), y in zip(stages, values, strict=True)], policy)
         for rows, marker, label in (
             (BLIND, "x", "published: blind"),
             (AFFINE, "+", "published: approximate index"),
@@ -143,25 +121,17 @@ def _w2(scenes: Sequence[Runs], path: Path) -> Path:
                 color="black",
                 label=label,
             )
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("requests/s")
-        axes.grid(alpha=0.3)
+        pictures.panel(axes, title, x="requests/s")
         if which:
             axes.set_yscale("log")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    figure.suptitle("W2: llm-d's ladder on 8 x Qwen3-32B, 2 x H100 each", x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-    return path
+    pictures.legend(figure, panels[0], columns=7)
+    return pictures.finish(figure, path, "W2: llm-d's ladder on 8 x Qwen3-32B, 2 x H100 each")
 
 
 def _caches(scenes: Sequence[Runs], path: Path) -> Path:
     """Hit rate against capacity, with what one pooled LRU cache gives."""
-    from matplotlib import pyplot as plt
-
     users = sorted({runs.scene.users or 0 for runs in scenes})
-    figure, panels = plt.subplots(
+    figure, panels = pictures.pyplot().subplots(
         1, len(users), figsize=(5 * len(users), 4.8), sharey=True, squeeze=False, layout="constrained"
     )
     for axes, number in zip(panels[0], users, strict=True):
@@ -173,35 +143,20 @@ def _caches(scenes: Sequence[Runs], path: Path) -> Path:
                 for size, runs in zip(sizes, mine, strict=True)
                 if policy in runs.played
             ]
-            ours = policy == OURS
-            axes.plot(
-                *zip(*points, strict=True),
-                marker="D" if ours else ".",
-                markersize=6,
-                color=COLOUR[policy],
-                linewidth=2.4 if ours else 1.0,
-                zorder=3 if ours else 2,
-                label=policy,
-            )
+            pictures.line(axes, points, policy, marker="D" if policy == OURS else ".", markersize=6)
         some = [next(one for runs_ in runs.played.values() for one in runs_) for runs in mine]
         axes.plot(sizes, [one.pooled_lru_hit_rate for one in some], "k_--", linewidth=1.2, label="pooled LRU")
         axes.axhline(
             some[0].bound_hit_rate, color="black", linestyle=":", linewidth=1.2, label="endless cache"
         )
-        axes.set_title(f"{number} users", loc="left", fontsize=10)
-        axes.set_xlabel("M tokens a replica")
+        pictures.panel(axes, f"{number} users", x="M tokens a replica")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [f"{size:.2f}" for size in sizes])
         axes.minorticks_off()
         axes.set_ylim(0, 1)
-        axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("token hit rate")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    figure.suptitle("Agent sessions on 8 replicas, cache arithmetic", x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-    return path
+    pictures.legend(figure, panels[0][0], columns=7)
+    return pictures.finish(figure, path, "Agent sessions on 8 replicas, cache arithmetic")
 
 
 def _tokens_m(runs: Runs) -> float:

@@ -27,6 +27,7 @@ _PACKAGES = ("core", "routing", "sim", "bench")
 _ONLY_SHOWS = frozenset(
     {"routing.py", "judging.py", "verdicts.py", "tables.py", "plots.py", "claims.py", "report.py"}
     | {"grid.py", "pool.py", "published.py", "program_figures.py", "recorded.py", "replay_report.py"}
+    | {"pictures.py"}
 )
 """Files of `bench` that judge and show outcomes, and the grid, of which a point is part."""
 

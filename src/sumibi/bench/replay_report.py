@@ -1,12 +1,12 @@
 """What `sumibi replay` shows: a table, JSON, a picture."""
 
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sumibi.bench import pictures
 from sumibi.bench.replay import Replayed, share
 from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.sim.results import Calls, busy_over_time, hit_rate_over_time
@@ -37,8 +37,6 @@ pooled: one cache as large as all replicas' together; with hindsight: it evicts 
 Requests that no replica can hold are rejected and count nowhere else."""
 _WINDOWS = 40
 """Points of a curve over time; half as many where there are many curves."""
-_COLOURS = ("#3a7d44", "#c8553d", "#2f6690", "#e0a030", "#7a4f9a", "#50a0a0", "#a04060", "#808080", "#a0b040",
-            "#404040", "#d080c0")  # fmt: skip
 
 
 def print_table(replayed: Sequence[Replayed]) -> None:
@@ -118,35 +116,27 @@ def check_plot(path: Path | None) -> None:
 
 def write_plot(path: Path, replayed: Sequence[Replayed]) -> None:
     """Distributions of TTFT and ITL, hit rate over time, load of every replica over time."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     columns = min(len(replayed), 3 if len(replayed) <= 6 else 4)
     rows = -(-len(replayed) // columns)
     height = 4.2 + rows * 2.4
-    figure = plt.figure(figsize=(15, height), layout="constrained")
+    figure = pictures.pyplot().figure(figsize=(15, height), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(4.2, rows * 2.4))
     ttft, itl, hits = top.subplots(1, 3)
-    for one, colour in zip(replayed, cycle(_COLOURS), strict=False):
-        _cumulative(ttft, _quantiles(one.run.calls), one.run.summary.policy, colour)
-        _cumulative(itl, one.run.intervals.points(), one.run.summary.policy, colour)
-        _hit_rate(hits, one, colour, _WINDOWS if len(replayed) <= 4 else _WINDOWS // 2)
-    _label(ttft, "Time to first token", "s")
-    _label(itl, "Time between tokens", "s")
+    for one in replayed:
+        _cumulative(ttft, _quantiles(one.run.calls), one)
+        _cumulative(itl, one.run.intervals.points(), one)
+        _hit_rate(hits, one, _WINDOWS if len(replayed) <= 4 else _WINDOWS // 2)
+    _label(ttft, "Time to first token")
+    _label(itl, "Time between tokens")
     bound = replayed[0].bounds
     hits.axhline(bound.infinite, color="black", linestyle=":", label="infinite cache")
     hits.axhline(bound.pooled_lru, color="black", linestyle="--", linewidth=0.8, label="pooled LRU")
-    hits.set_title("Token hit rate over time (legend: of the whole run)", loc="left", fontsize=10)
-    hits.set_xlabel("virtual hours")
+    pictures.panel(hits, "Token hit rate over time (legend: of the whole run)", x="virtual hours")
     hits.set_ylim(0, 1.02)
     hits.legend(fontsize=7, loc="lower right")
     _loads(bottom, replayed, rows, columns)
     first = replayed[0].run.summary
-    figure.suptitle(f"{first.workload} on {first.fleet}", x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    pictures.finish(figure, path, f"{first.workload} on {first.fleet}")
 
 
 def _quantiles(calls: Calls) -> list[tuple[float, float]]:
@@ -155,31 +145,24 @@ def _quantiles(calls: Calls) -> list[tuple[float, float]]:
     return [(value, (rank + 1) / len(values)) for rank, value in enumerate(values)]
 
 
-def _cumulative(axes: "Axes", points: Sequence[tuple[float, float]], name: str, colour: str) -> None:
+def _cumulative(axes: "Axes", points: Sequence[tuple[float, float]], one: Replayed) -> None:
     if points:
-        axes.plot(*zip(*points, strict=True), color=colour, label=name, linewidth=1.4)
+        pictures.line(axes, points, one.run.summary.policy)
 
 
-def _label(axes: "Axes", title: str, unit: str) -> None:
+def _label(axes: "Axes", title: str) -> None:
     axes.set_xscale("log")
-    axes.set_title(f"{title}: part of all that was no longer", loc="left", fontsize=10)
-    axes.set_xlabel(unit)
+    pictures.panel(axes, f"{title}: part of all that was no longer", x="s")
     axes.set_ylim(0, 1.02)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="lower right")
 
 
-def _hit_rate(axes: "Axes", one: Replayed, colour: str, windows: int) -> None:
+def _hit_rate(axes: "Axes", one: Replayed, windows: int) -> None:
     window_s = max(one.run.summary.virtual_s / windows, 1.0)
     points = hit_rate_over_time(one.run.calls, window_s)
     label = f"{one.run.summary.policy}: {one.run.summary.token_hit_rate:.3f}"
-    axes.plot(
-        [(at + window_s / 2) / 3600 for at, _ in points],
-        [rate for _, rate in points],
-        color=colour,
-        label=label,
-        linewidth=1.2,
-    )
+    middles = [((at + window_s / 2) / 3600, rate) for at, rate in points]
+    pictures.line(axes, middles, one.run.summary.policy, label=label)
 
 
 def _loads(figure: object, replayed: Sequence[Replayed], rows: int, columns: int) -> None:
