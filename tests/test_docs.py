@@ -9,6 +9,8 @@ import pytest
 import typer.main
 import yaml
 
+from sumibi.bench.grid import ROWS
+from sumibi.bench.workloads import GENERATORS
 from sumibi.cli import app
 from sumibi.stack import POLICIES, Stack, known_keys, load_stack
 
@@ -20,26 +22,152 @@ ROOT_COMMAND = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The words of every `sumibi ...` command: in shell blocks, and in backticks."""
-    text = page.read_text()
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", text)
-    stripped = [re.sub(r"  +#.*", "", line).strip().removeprefix(".venv/bin/") for line in lines]
-    return [line.split()[1:] for line in stripped if re.match(r"sumibi [a-z-]", line)]
+VLLM_FLAGS = {"--chat-template", "--enable-prompt-tokens-details", "--kv-events-config"}
+"""What pages name by itself and mean to be given to vLLM."""
+
+
+def lines_of(page: Path) -> list[str]:
+    """Every line of a shell block, continued ones joined, without prompts and remarks."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [re.sub(r"  +#.*", "", line).strip().removeprefix(".venv/bin/") for line in lines]
+
+
+def spans_of(page: Path) -> list[str]:
+    """Everything in backticks outside blocks, also what goes on in the next line."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def commands(lines: list[str]) -> list[list[str]]:
+    """The words of every `sumibi ...` command."""
+    return [line.split()[1:] for line in lines if re.match(r"sumibi [a-z-]", line)]
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word.split("=")[0].rstrip(",.;:)") for word in words if word.startswith("--")}
+
+
+def known_flags(command) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts} | {"--help"}
+
+
+def every_command(command=ROOT_COMMAND):
+    yield command
+    for inner in getattr(command, "commands", {}).values():
+        yield from every_command(inner)
+
+
+def commands_in(words: list[str]) -> list:
+    """The command that the words name, and those above it."""
+    found = [ROOT_COMMAND]
+    for word in words:
+        if word.startswith("-") or not hasattr(found[-1], "commands"):
+            break
+        assert word in found[-1].commands, f"sumibi {' '.join(words)}"
+        found.append(found[-1].commands[word])
+    return found
+
+
+def check_command(words: list[str]) -> None:
+    """The verb is there, and takes these flags."""
+    assert flags(words) <= known_flags(commands_in(words)[-1]), words
 
 
 @by_page
 def test_every_command_and_flag_exists(page):
-    for words in commands(page):
-        command, names = ROOT_COMMAND, list(words)
-        while names and hasattr(command, "commands"):
-            if names[0].startswith("-"):
-                break
-            assert names[0] in command.commands, f"sumibi {' '.join(words)}"
-            command = command.commands[names.pop(0)]
-        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-        assert {word.split("=")[0] for word in names if word.startswith("--")} <= known, words
+    for words in commands(lines_of(page) + spans_of(page)):
+        check_command(words)
+
+
+def test_every_command_and_flag_in_a_help_text_exists():
+    helps = [command.help or "" for command in every_command()]
+    helps += [getattr(p, "help", "") or "" for command in every_command() for p in command.params]
+    lines = [line.strip() for text in helps for line in text.splitlines()]
+    found = commands([re.split(r"  +", line)[0] for line in lines])
+    found += commands([span for text in helps for span in re.findall(r"`([^`]+)`", text)])
+    assert ["up", "--port", "9000", "--policy", "round-robin"] in found
+    for words in found:
+        check_command(words)
+
+
+@pytest.fixture(scope="module")
+def benchmark_flags() -> dict[str, set[str]]:
+    """Every benchmark -> flags that its own help lists."""
+    names = sorted(
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for file in (ROOT / "benchmarks").rglob("*.py")
+        if "argparse" in file.read_text() and "def main(" in file.read_text()
+    )
+    shown = {}
+    for name in names:
+        asked = [sys.executable, "-m", name, "--help"]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+        shown[name] = set(re.findall(r"(?<![\w-])--[a-z-]+", done.stdout))
+    return shown
+
+
+def test_every_benchmark_and_flag_of_one_exists(benchmark_flags):
+    assert {"benchmarks.decide", "benchmarks.simulator.live"} <= benchmark_flags.keys()
+    lines = [line for page in PAGES for line in lines_of(page) + spans_of(page)]
+    lines += (ROOT / "Makefile").read_text().splitlines()
+    for name, rest in re.findall(r"-m (benchmarks[\w.]*)(.*)", "\n".join(lines)):
+        assert name in benchmark_flags
+        assert set(re.findall(r"(?<![\w-])--[a-z-]+", rest)) <= benchmark_flags[name], rest
+
+
+def test_a_flag_named_by_itself_is_one_of_a_command_on_its_page(benchmark_flags):
+    excused = set()
+    for page in PAGES:
+        spans = spans_of(page)
+        mine = [command for words in commands(lines_of(page) + spans) for command in commands_in(words)]
+        of_page = set().union(*map(known_flags, mine))
+        of_page |= set().union(*(benchmark_flags[n] for n in benchmark_flags if n in page.read_text()))
+        alone = flags([word for span in spans if span.startswith("--") for word in span.split()])
+        assert alone <= of_page | VLLM_FLAGS, page
+        excused |= alone - of_page
+    assert excused == VLLM_FLAGS
+
+
+def test_every_variable_of_make_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for line in lines_of(page) + spans_of(page):
+            if line.startswith("make "):
+                for name in re.findall(r" ([A-Z_]+)=", line):
+                    assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), line
+
+
+@by_page
+def test_every_path_and_metric_exists(page):
+    source = "".join(file.read_text() for file in (ROOT / "src/sumibi/gateway").glob("*.py"))
+    for span in spans_of(page):
+        if re.fullmatch(r"(src|docs|tests|benchmarks|scripts)(/[\w./-]+)?", span):
+            assert (ROOT / span).exists(), span
+        if re.fullmatch(r"(sumibi|llm_d_epp)_[a-z_]+\*?", span):
+            assert span.rstrip("*") in source, span
+        if re.fullmatch(r"(gateway|engines)\.[a-z_.]+[a-z]", span):
+            assert span in known_keys() or span.endswith(".log"), span
+
+
+def test_the_benchmark_s_page_and_help_list_every_row_once():
+    page = (ROOT / "docs/bench-routing.md").read_text()
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.MULTILINE) == [*ROWS, "program"]
+    assert f"Rows: {', '.join([*ROWS, 'program'])}." in help_of("bench", "routing", "only")
+
+
+def test_the_page_and_help_of_replay_list_every_made_up_workload():
+    (row,) = re.findall(r"^\| made-up \| (.*) \|$", (ROOT / "docs/replay.md").read_text(), re.MULTILINE)
+    assert re.findall(r"`([a-z0-9]+)`", row) == [*GENERATORS]
+    assert f"made-up: {', '.join(GENERATORS)}, " in help_of("replay", "trace")
+
+
+def help_of(*path: str) -> str:
+    *verbs, parameter = path
+    command = ROOT_COMMAND
+    for verb in verbs:
+        command = command.commands[verb]
+    return next(p.help for p in command.params if p.name == parameter)
 
 
 @by_page
