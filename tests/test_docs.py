@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import typer.main
 import yaml
@@ -12,6 +13,8 @@ import yaml
 from sumibi.bench.grid import ROWS
 from sumibi.bench.workloads import GENERATORS
 from sumibi.cli import app
+from sumibi.sim.fleet import FleetSpec, Group
+from sumibi.sim.fleet import load as load_fleet
 from sumibi.stack import POLICIES, Stack, known_keys, load_stack
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,6 +209,40 @@ def test_the_example_stack_file_is_valid(tmp_path):
     file = tmp_path / "stack.yaml"
     file.write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
     assert load_stack(file) == Stack()
+
+
+@by_page
+def test_every_part_of_a_stack_file_or_fleet_is_valid(page, tmp_path):
+    blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    for number, text in enumerate(blocks):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text)
+        load_fleet(file) if "groups" in yaml.safe_load(text) else load_stack(file)
+
+
+def test_the_fleet_in_the_help_of_replay_is_valid(tmp_path):
+    text = ROOT_COMMAND.commands["replay"].help.partition("A fleet file:\n")[2]
+    (tmp_path / "fleet.yaml").write_text(text)
+    assert load_fleet(tmp_path / "fleet.yaml").replicas == 4
+
+
+def test_the_page_of_replay_names_fields_of_fleets_with_their_defaults():
+    page = (ROOT / "docs/replay.md").read_text()
+    known = {field.name: field.default for field in msgspec.structs.fields(Group)}
+    table = page.partition("| field of a group |")[2].partition("\n\n")[0]
+    rows = [row.split("|") for row in table.splitlines()[2:]]
+    assert len(rows) > 5
+    for _, named, _, default, _ in rows:
+        names = re.findall(r"`(\w+)`", named)
+        assert set(names) <= known.keys()
+        shown = default.strip().replace("`", "").split(", ")
+        if len(shown) == len(names) and shown != [""]:
+            for name, text in zip(names, shown, strict=True):
+                assert str(known[name] or "none") in (text, "NODEFAULT"), name
+    of_fleet = page.partition("Of the fleet: ")[2].partition(". A wrong field")[0]
+    named = set(re.findall(r"`(\w+)`", of_fleet))
+    assert named
+    assert named <= {field.name for field in msgspec.structs.fields(FleetSpec)}
 
 
 def test_the_policies_page_lists_every_policy_once():
