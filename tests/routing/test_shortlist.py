@@ -9,7 +9,7 @@ from sumibi.core.latency import LatencyModel
 from sumibi.routing import fleet, placing, recency
 from sumibi.routing.cost import price
 from sumibi.routing.events import Dispatch, Signals
-from sumibi.routing.floors import Floors, rows
+from sumibi.routing.floors import ROUNDING, Floors, rows
 
 NAMES = [str(i) for i in range(24)]
 FAST = LatencyModel(a_s=0.02, b_s=2e-4, q_s=1e-7, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
@@ -110,11 +110,10 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
         for priority in (0, 1):
             known = rows(roster, priority, lab.t)
             floors = Floors(known, lab.t, prompt_tokens=200, output_tokens=30.0)
-            # Some are said to have more of the prompt than they do, which only makes the bound coarser.
-            coarse_s = floors.coarse(0, dict.fromkeys(range(0, len(endpoints), 5), 50))
             for place, endpoint in enumerate(endpoints):
                 bound_s = floors.at(place, 0)
-                assert coarse_s[place] <= bound_s * (1 + placing.ROUNDING)
+                ((near_s, _),) = [near for near in floors.near(bound_s, 0) if near[1] == place]
+                assert near_s <= bound_s * (1 + ROUNDING)
                 candidate = price(
                     endpoint,
                     lab.t,
@@ -128,7 +127,7 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
                     few_s=1.0,
                     priority=priority,
                 )
-                assert bound_s <= candidate.total_s * (1 + placing.ROUNDING)
+                assert bound_s <= candidate.total_s * (1 + ROUNDING)
                 near.append(bound_s / candidate.total_s)
     assert len(near) > 500
     assert max(near) > 0.85

@@ -5,11 +5,11 @@ reserved there, this one's compute, those held up by it who decode there, and th
 the price has (evictions, crowding, returns, places, foreign load, more than a share of the work) is never
 negative and left out.
 
-For all endpoints together the bound is coarser than for one: it knows of most of them only how much of the
-prompt they have at most, and leaves out what the first prefill reserved there has left.
+Few of a large fleet come near the best, and most of these hold up few requests. So who may come near is found
+by one number of each endpoint first; a closer look is taken at those only.
 """
 
-from collections.abc import Mapping
+from array import array
 
 from sumibi.routing.cost import DECODE, MILD, WORK
 from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
@@ -17,6 +17,10 @@ from sumibi.routing.learning import MOST, Hardware
 
 MOST_PRIORITIES = 16
 """Whose rows are kept."""
+FEW_NEAR = 12
+"""So many endpoints are looked at one by one."""
+ROUNDING = 1e-9
+"""By this part a bound may be above what it bounds."""
 LEAST = 1 / MOST
 """No factor is learnt below this, an endpoint's own included."""
 
@@ -26,13 +30,28 @@ class _Part:
     its own speeds.
     """
 
-    __slots__ = ("fixed", "hardware", "own", "places", "rest_s", "steps", "work")
+    __slots__ = (
+        "fixed",
+        "hardware",
+        "held",
+        "least_own",
+        "least_own_decode",
+        "own",
+        "places",
+        "rest_s",
+        "steps",
+        "work",
+    )
 
     def __init__(self, hardware: Hardware, places: list[int]) -> None:
         self.hardware = hardware
         self.places = places
         """In the roster."""
         zeros = [0.0] * len(places)
+        self.held = array("d", zeros)
+        """This request and, as they count, those it holds up."""
+        self.least_own = self.least_own_decode = 1.0
+        """None of them has, or had, smaller factors of its own."""
         self.own = zeros.copy()
         """Factor of its own on prefills."""
         self.fixed = zeros.copy()
@@ -73,11 +92,11 @@ class Rows:
         self._places = roster.at
         count = len(roster.endpoints)
         self.parts = [_Part(hardware, places) for hardware, places in roster.groups.items()]
-        self.where = [(self.parts[0], 0)] * count
-        """Part and place in it, by place in the roster."""
-        for part in self.parts:
+        self.where = [(0, 0)] * count
+        """Number of the part and place in it, by place in the roster."""
+        for number, part in enumerate(self.parts):
             for i, place in enumerate(part.places):
-                self.where[place] = part, i
+                self.where[place] = number, i
         self.head_s: list[float | None] = [None] * count
         """Work of the first prefill reserved there; None if there is none."""
         self.since_t = [0.0] * count
@@ -117,11 +136,17 @@ class Rows:
         return self._oldest_t >= t
 
     def _fill(self, place: int, endpoint: Endpoint) -> None:
-        part, i = self.where[place]
+        number, i = self.where[place]
+        part = self.parts[number]
         load, learner = endpoint.load, endpoint.learner
         held_up = DECODE * load.decode_weight(self._priority)
         prefills = load.prefills
-        part.own[i] = learner.own
+        part.own[i] = own = learner.own
+        if own < part.least_own:
+            part.least_own = own
+        if learner.own_decode < part.least_own_decode:
+            part.least_own_decode = learner.own_decode
+        part.held[i] = 1.0 + held_up
         if prefills:
             head_s = next(iter(prefills.values())).work_ns * 1e-9
             part.fixed[i] = held_up + len(prefills)
@@ -153,39 +178,38 @@ def rows(roster: Roster, priority: int, t: float) -> Rows:
 class Floors:
     """Bounds of one request's price, in seconds, at the endpoints of `rows`."""
 
-    __slots__ = ("_prompt_tokens", "_rows", "_t", "_terms")
+    __slots__ = ("_rows", "_t", "_terms")
 
     def __init__(self, rows: Rows, t: float, *, prompt_tokens: int, output_tokens: float) -> None:
         self._rows = rows
         self._t = t
-        self._prompt_tokens = prompt_tokens
-        self._terms = {
-            part.hardware: _Terms(part.hardware, prompt_tokens, output_tokens) for part in rows.parts
-        }
+        self._terms = [_Terms(part.hardware, prompt_tokens, output_tokens) for part in rows.parts]
 
-    def coarse(self, reused_tokens: int, more: Mapping[int, int]) -> list[float]:
-        """At each. They have `reused_tokens` at most that need not be computed, but for those, by place, who
-        have `more`.
+    def idlest(self) -> list[int]:
+        """Of each kind of hardware the place of the endpoint where a request holds up the fewest."""
+        return [part.places[part.held.index(min(part.held))] for part in self._rows.parts]
+
+    def near(self, limit_s: float, reused_tokens: int) -> list[tuple[float, int]]:
+        """(bound, place) of all endpoints where the price may be within the limit, if they have at most
+        `reused_tokens` that need not be computed.
         """
-        bounds_s = [0.0] * len(self._rows.where)
-        for part in self._rows.parts:
-            terms = self._terms[part.hardware]
-            works_s = [terms.work_s(reused_tokens)] * len(part.places)
-            for place, tokens in more.items():
-                here, i = self._rows.where[place]
-                if here is part:
-                    works_s[i] = terms.work_s(tokens)
-            found = terms.each(part, works_s)
-            if len(self._rows.parts) == 1:
-                return found
-            for place, bound_s in zip(part.places, found, strict=True):
-                bounds_s[place] = bound_s
-        return bounds_s
+        limit_s *= 1.0 + ROUNDING
+        found: list[tuple[float, int]] = []
+        for part, terms in zip(self._rows.parts, self._terms, strict=True):
+            work_s = terms.work_s(reused_tokens)
+            most_held = terms.most_held(limit_s, part, work_s)
+            places = [place for place, held in zip(part.places, part.held, strict=True) if held <= most_held]
+            if len(places) <= FEW_NEAR:
+                found += [(self.at(place, reused_tokens), place) for place in places]
+            else:
+                found += terms.near(limit_s, part, work_s)
+        return found
 
     def at(self, place: int, reused_tokens: int) -> float:
         """At one, which has so much."""
-        part, i = self._rows.where[place]
-        terms, own = self._terms[part.hardware], part.own[i]
+        number, i = self._rows.where[place]
+        part, terms = self._rows.parts[number], self._terms[number]
+        own = part.own[i]
         fixed_s = terms.fixed_s * own if own > terms.fixed_from else terms.least_fixed_s
         factor = terms.factor * own if own > terms.factor_from else LEAST
         bound_s = (
@@ -234,15 +258,26 @@ class _Terms:
             self._b_s + self._half_q_s * (prompt_tokens + reused_tokens)
         )
 
-    def each(self, part: _Part, works_s: list[float]) -> list[float]:
-        """What a request with such work costs at each endpoint, the first prefill there not counted."""
+    def most_held(self, limit_s: float, part: _Part, work_s: float) -> float:
+        """Where more is held up the limit is exceeded by this prefill on the quickest endpoint alone."""
+        own = part.least_own
+        compute_s = max(self.fixed_s * own, self.least_fixed_s) + max(self.factor * own, LEAST) * work_s
+        step_s = self.steps_s * part.least_own_decode
+        return (limit_s + step_s) / (compute_s + step_s)
+
+    def near(self, limit_s: float, part: _Part, work_s: float) -> list[tuple[float, int]]:
+        """(bound, place) where it is not, by all that is known but what the first prefill there has left."""
         fixed_s, least_fixed_s, fixed_from = self.fixed_s, self.least_fixed_s, self.fixed_from
         factor, factor_from, steps_s = self.factor, self.factor_from, self.steps_s
         return [
-            (fixed_s * own if own > fixed_from else least_fixed_s) * fixed
-            + (factor * own if own > factor_from else LEAST) * (work_s * work + rest_s)
-            + steps_s * steps
-            for own, fixed, work, rest_s, steps, work_s in zip(
-                part.own, part.fixed, part.work, part.rest_s, part.steps, works_s, strict=True
+            (bound_s, place)
+            for place, own, fixed, work, rest_s, steps in zip(
+                part.places, part.own, part.fixed, part.work, part.rest_s, part.steps, strict=True
             )
+            if (
+                bound_s := (fixed_s * own if own > fixed_from else least_fixed_s) * fixed
+                + (factor * own if own > factor_from else LEAST) * (work_s * work + rest_s)
+                + steps_s * steps
+            )
+            <= limit_s
         ]

@@ -5,7 +5,7 @@ so only those are priced whose lower bound (`floors`) is not above the best pric
 that among all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from sumibi.routing.cost import FEW_PREFILLS, price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
 from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
-from sumibi.routing.floors import Floors, rows
+from sumibi.routing.floors import ROUNDING, Floors, rows
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.levels import Levels, blocks_of, deepest
 from sumibi.routing.policies.cost import SLACK
@@ -27,8 +27,6 @@ STALE_S = 2.0
 """In a larger fleet orders of victims are used for so long if need be."""
 MOST_ORDERED = 4
 """So many are renewed after a decision, which nobody waits for."""
-ROUNDING = 1e-9
-"""By this part a bound may be above what it bounds."""
 
 FEW = 8
 """Of so many endpoints it is known singly how much of a prompt they have before any is priced."""
@@ -139,10 +137,10 @@ def candidates(
         bound_s = floors.at(place, blocks * block_tokens)
         return bound_s + ahead_s.get(endpoints[place].name, 0.0) if ahead_s else bound_s
 
-    coarse_s = floors.coarse(
-        most * block_tokens, {place: blocks * block_tokens for place, blocks in more.items()}
-    )
-    chosen = _shortlist(coarse_s, floor_s, look)
+    def near(limit_s: float) -> list[tuple[float, int]]:
+        return floors.near(limit_s, most * block_tokens)
+
+    chosen = _shortlist(more or floors.idlest(), near, floor_s, look)
     if len(chosen) == 1:
         ((place, candidate),) = chosen.items()
         return Looked([endpoints[place]], [candidate], levels)
@@ -175,26 +173,33 @@ def matchable_blocks(event: Arrived, block_tokens: int) -> int:
 
 
 def _shortlist(
-    coarse_s: Sequence[float], floor_s: Callable[[int], float], look: Callable[[int], Candidate]
+    first: Iterable[int],
+    others: Callable[[float], list[tuple[float, int]]],
+    floor_s: Callable[[int], float],
+    look: Callable[[int], Candidate],
 ) -> dict[int, Candidate]:
     """Candidates, by place, among which the best of all is, with those that tie with it.
 
-    `coarse_s` and `floor_s` are bounds of prices, the latter the closer ones.
+    The best of `first` by the bounds of their prices, `floor_s`, is priced first. `others`: (coarser bound,
+    place) of those that may be priced within a limit; `first` may be among them.
     """
-    place = coarse_s.index(min(coarse_s))
+    near = [(floor_s(place), place) for place in first]
+    near.sort()
+    _, place = near[0]
     candidate = look(place)
-    found = {place: candidate}
-    best_s = candidate.total_s
+    found, best_s = {place: candidate}, candidate.total_s
     # A tie with any better one cannot reach further than this: nobody's time to first token is more than
     # its price.
-    limit_s = best_s * (1.0 + SLACK) * (1.0 + ROUNDING)
-    near = [other for other, bound_s in enumerate(coarse_s) if bound_s <= limit_s]
-    if len(near) <= 1:
+    near += others(best_s * (1.0 + SLACK))
+    if len(near) == 1:
         return found
+    near.sort()
     limit_s = (best_s + SLACK * candidate.ttft_s) * (1.0 + ROUNDING)
-    for bound_s, place in sorted([(floor_s(other), other) for other in near if other not in found]):
+    for bound_s, place in near:
         if bound_s > limit_s:
             break
+        if place in found or floor_s(place) > limit_s:
+            continue
         found[place] = candidate = look(place)
         if candidate.total_s < best_s:
             best_s = candidate.total_s
