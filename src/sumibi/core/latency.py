@@ -1,4 +1,4 @@
-"""The latency model: seconds for a prefill and for a decode step, from a handful of coefficients.
+"""The latency model: seconds for a prefill, a decode step and a transfer, from a handful of coefficients.
 
 prefill(n new tokens after c cached) = a + b*n + q*n*(c + n/2)
     a: fixed cost of a request, b: linear work a token, q: attention over what came before.
@@ -37,6 +37,23 @@ class LatencyModel(msgspec.Struct, frozen=True):
         """Seconds of one decode step of `sequences` sequences."""
         return self.d0_s + self.d1_s * sequences + self.d2_s * sequences * mean_context_tokens
 
+
+class LinkModel(msgspec.Struct, frozen=True):
+    """Over which an endpoint gets KV that another one computed, or gives it."""
+
+    bytes_per_s: float
+    setup_s: float
+
+    def transfer_s(self, size_bytes: float, other: "LinkModel | None" = None) -> float:
+        """Seconds for so many bytes, at the pace of the slower of the two ends. Nothing takes no time."""
+        if size_bytes <= 0:
+            return 0.0
+        far = other or self
+        return max(self.setup_s, far.setup_s) + size_bytes / min(self.bytes_per_s, far.bytes_per_s)
+
+
+INFINIBAND_NDR = LinkModel(bytes_per_s=40e9, setup_s=0.001)
+"""400 Gb/s as it is in practice, with the set-up of a transfer by remote access to memory."""
 
 CPU_CORE_135M = LatencyModel(a_s=0.02, b_s=9e-4, q_s=1.5e-7, d0_s=0.012, d1_s=1e-3, d2_s=1e-6)
 """A start for a 135M model on one CPU core (about 1,000 prefill tok/s); learnt online from there."""

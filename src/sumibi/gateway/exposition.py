@@ -91,6 +91,12 @@ def _by_key(
     return lambda s: [((key,), count) for key, count in read(s).items()]
 
 
+def _disagg(s: Snapshot) -> Iterator[tuple[Labels, Value]]:
+    for kind, reasons in s.router.disagg.items():
+        for reason, count in reasons.items():
+            yield (kind, reason), count
+
+
 def _held(read: Callable[[HeldNow], float]) -> Callable[[Snapshot], Samples]:
     return lambda s: [((held.model, str(held.priority)), read(held)) for held in s.router.held_now]
 
@@ -135,6 +141,9 @@ TABLE = (
         _one(lambda s: s.router.decisions), "llm_d_epp_scheduler_attempts_total"),
     Row("sumibi_retries_total", "Requests sent to a second endpoint.", "counter", (),
         _one(lambda s: s.router.retries)),
+    Row("sumibi_disagg_decision_total",
+        "Choices where prefill and decode could have been on two endpoints: whether they are, and why.",
+        "counter", ("decision_type", "reason"), _disagg, "llm_d_epp_disagg_decision_total"),
     Row("sumibi_attempts_finished_total", "Ended attempts, by reason.", "counter", ("reason",),
         _by_key(lambda s: s.router.finished)),
     Row("sumibi_refusals_total", "Requests that the router refused, by reason.", "counter", ("reason",),

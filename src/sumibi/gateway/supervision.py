@@ -214,6 +214,8 @@ class EngineWatch:
     def _tell_up(self, info: EngineInfo, rank: RankInfo) -> None:
         source, streaming = self._sources.get(rank.endpoint), rank.endpoint in self._streaming
         self._shell.metrics.endpoint(rank.endpoint).up = True
+        # No `role`: requests are sent to one endpoint here. Telling the router of any other role would get
+        # pairs back (`Dispatch.prefill`), which nothing in this package carries out.
         self._shell.tell(
             EndpointUp(
                 t=self._shell.now(),

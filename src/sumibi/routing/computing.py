@@ -68,11 +68,13 @@ class Computing:
         """
         found: dict[Endpoint, tuple[int, float]] = {}
         for endpoint, blocks, attempt, request in self._underway.reach(keys, length, have):
-            owner = request.owner
+            owner, where = request.owner, attempt.computes
             left_s = 0.0
-            if attempt.first_token_t is None and owner in attempt.life.prefills:
-                endpoint.learner.sync()
-                left_s = endpoint.prefill_left_s(t, owner)
+            if where.first_token_t is None and owner in where.life.prefills:
+                where.endpoint.learner.sync()
+                left_s = where.endpoint.prefill_left_s(t, owner)
+            if where is not attempt and attempt.first_token_t is None:
+                left_s += attempt.candidate.transfer_s
             found[endpoint] = (blocks, left_s)
         return found
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from sumibi.core.latency import CPU_CORE_135M, LatencyModel
+from sumibi.core.latency import CPU_CORE_135M, INFINIBAND_NDR, LatencyModel, LinkModel
 
 
 class BandLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One of `sumibi.routing.policies.POLICIES`."""
     latency: LatencyModel = CPU_CORE_135M
     """Where learning starts for endpoints that do not say their own."""
+
+    link: LinkModel = INFINIBAND_NDR
+    """Of endpoints that do not say their own, like the next."""
+    kv_bytes_per_token: int = 131_072
+    """A model of eight billion parameters with grouped attention (32 layers, 8 heads of 128, two bytes)."""
 
     gateway: str = "gateway"
     gateway_epoch: int = 0

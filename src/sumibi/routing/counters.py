@@ -18,6 +18,8 @@ class Counters(msgspec.Struct, kw_only=True):
 
     decisions: int = 0
     retries: int = 0
+    disagg: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+    """Decisions where pairs were possible: `prefill-decode` or `decode-only`, by what decided."""
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     """By reason."""
     finished: dict[str, int] = msgspec.field(default_factory=dict)

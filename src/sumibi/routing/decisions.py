@@ -16,9 +16,12 @@ EXPLANATION_BYTES = 2048
 """Limit of `explain`: an explanation fits into a response header."""
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
+class Candidate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One endpoint as the policies saw it. Seconds are predictions for this request there: zero for those
     that were not picked by a policy that looks at no seconds.
+
+    A pair has `prefill`: then `matched_tokens`, `pending_tokens`, `wait_s`, `pending_s` and `compute_s` are
+    of that endpoint, `room_s` of `endpoint`, the rest of both.
     """
 
     endpoint: str
@@ -48,6 +51,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Prompt tokens that our requests there still have to compute."""
     dispatched: int
     """Requests sent there so far."""
+    prefill: str = ""
+    """The endpoint that is to compute the prompt; empty: `endpoint` itself."""
+    local_tokens: int = 0
+    """Of a pair: prompt tokens whose KV need not be moved, for it is at `endpoint`, or another request's is
+    on its way there."""
+    transfer_s: float = 0.0
+    """Of a pair: from the end of the prefill to the first token, a place and room at `endpoint` given."""
 
     @property
     def reused_tokens(self) -> int:
@@ -57,6 +67,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
+        if self.prefill:
+            ready_s = max(self.wait_s, self.pending_s) + self.compute_s
+            return max(ready_s, self.room_s) + self.transfer_s
         return max(self.wait_s, self.pending_s, self.room_s) + self.compute_s
 
 
@@ -80,6 +93,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Index into `candidates`."""
     left_out: int = 0
     """Endpoints of a large fleet that could not be the pick and are not among the candidates."""
+    legs: list[Candidate] = []
+    """Where pairs are possible: the prefill endpoints by themselves. Each pair among the candidates is the
+    best of its `endpoint` with any of these."""
+    reason: str = ""
+    """Where pairs are possible: what decided for a pair or against one (`disagg.reason`)."""
 
     @property
     def picked(self) -> Candidate:
@@ -104,6 +122,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float | None
     """Dispatch to first token; None for requests that do not stream."""
     output_tokens: int | None
+    prefill: str = ""
+    """Of a pair: where the prompt was computed."""
 
 
 class Rerun(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +166,7 @@ def explain(decision: Decision) -> bytes:
     order = sorted(range(len(decision.candidates)), key=lambda i: (i != decision.pick, scores[i]))
     summary: dict[str, object] = {
         "decision": decision.id,
+        **({"reason": decision.reason} if decision.reason else {}),
         "policy": decision.policy,
         "prompt_tokens": decision.prompt_tokens,
         "endpoint": decision.picked.endpoint,
@@ -176,8 +197,11 @@ def _brief(c: Candidate, score: float) -> dict[str, object]:
         "total_s": c.total_s,
     }
     priced = c.compute_s > 0
+    if c.prefill:
+        seconds["transfer_s"] = c.transfer_s
     return {
         "endpoint": c.endpoint,
+        **({"prefill": c.prefill} if c.prefill else {}),
         "score": round(score, 4),
         "grade": c.grade,
         "matched_tokens": c.matched_tokens,

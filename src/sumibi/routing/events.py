@@ -10,6 +10,15 @@ Life of a request, as the shell tells it:
     Arrived -> Admitted -> (Dispatch) -> Dispatched -> FirstToken -> Finished
                        \-> (Refuse)
 
+A `Dispatch` that names a `prefill` endpoint is a pair: that one computes the prompt, `endpoint` takes the KV
+over and generates. Its attempt has a *leg*:
+
+    (Dispatch) -> Dispatched(prefill endpoint) -> Prefilled -> Dispatched(endpoint) -> FirstToken -> Finished
+
+(with connectors that run both at once the second `Dispatched` may come before `Prefilled`). `Prefilled` with
+a failure ends the attempt like a `Finished` that was not answered: another `Dispatch` comes with it, or the
+request is over.
+
 `Finished` ends an attempt, whatever happened to it. If the reason allows a retry and nothing was sent to
 the client yet, the router answers with another `Dispatch` (the reservation moves); otherwise the request
 is over and every part of its reservation is released, exactly once. A request that was never dispatched
@@ -22,7 +31,7 @@ from enum import StrEnum
 import msgspec
 
 from sumibi.core.kvevents import EventBatch
-from sumibi.core.latency import LatencyModel
+from sumibi.core.latency import LatencyModel, LinkModel
 
 
 class Grade(StrEnum):
@@ -45,6 +54,17 @@ class PromptGrade(StrEnum):
     """Known prefix exact, the length of the rest estimated."""
     APPROXIMATE = "approximate"
     """Byte-chunk keys, no tokenizer: comparable among themselves only."""
+
+
+class Role(StrEnum):
+    """What an endpoint is for."""
+
+    BOTH = "both"
+    """Whole runs, and either half of a pair."""
+    PREFILL = "prefill"
+    """It computes prompts for others, and takes no whole runs."""
+    DECODE = "decode"
+    """It generates from prompts that were computed elsewhere, and takes whole runs (short remainders)."""
 
 
 class FinishReason(StrEnum):
@@ -120,6 +140,18 @@ class Dispatched(Event, frozen=True):
     endpoint: str
 
 
+class Prefilled(Event, frozen=True):
+    """The prefill leg of a pair is over: its part of the reservation ends."""
+
+    request: str
+    attempt: int
+    failed: FinishReason | None = None
+    """Why it brought nothing; None: the KV is ready to be fetched."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """As the prefill endpoint reports; `Finished` is to repeat it for the client's sake."""
+
+
 class FirstToken(Event, frozen=True):
     """First byte of a generated answer arrived: the prefill part of the reservation ends."""
 
@@ -159,6 +191,12 @@ class EndpointUp(Event, frozen=True):
     """Where learning starts; None takes the router's default."""
     process_start_s: float | None = None
     """Wall-clock start of the engine process (`process_start_time_seconds`)."""
+    role: Role = Role.BOTH
+    revision: str = ""
+    """Version of its deployed set: KV goes from one endpoint to another only within one."""
+    kv_bytes_per_token: int | None = None
+    """For transfers, like `link`; None takes the router's default."""
+    link: LinkModel | None = None
 
 
 class EndpointSuspect(Event, frozen=True):
@@ -257,6 +295,7 @@ AnyEvent = (
     Arrived
     | Admitted
     | Dispatched
+    | Prefilled
     | FirstToken
     | Finished
     | EndpointUp
@@ -284,6 +323,8 @@ class Dispatch(Instruction, frozen=True):
     endpoint: str
     decision: str
     """Id of the decision record."""
+    prefill: str | None = None
+    """The endpoint that computes the prompt first; None: `endpoint` does it all."""
 
 
 class Refuse(Instruction, frozen=True):

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
-from sumibi.routing.events import EndpointUp, Grade, Signals
+from sumibi.routing.events import EndpointUp, Grade, Role, Signals
 from sumibi.routing.feed import Feed
 from sumibi.routing.index import BlockIndex
-from sumibi.routing.learning import Hardware, Learner
+from sumibi.routing.learning import Hardware, Learner, Transfers
 from sumibi.routing.ledger import Load, Owner, inflight_since
 from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
@@ -120,7 +120,10 @@ class Endpoint:
         "process_start_s",
         "recall",
         "recency",
+        "revision",
+        "role",
         "signals",
+        "transfers",
         "typical_prefill_s",
         "worked_s",
         "worked_t",
@@ -144,6 +147,9 @@ class Endpoint:
         self.kv_tokens: int | None = None
         self.max_sequences: int | None = None
         self.process_start_s: float | None = None
+        self.role = Role.BOTH
+        self.revision = ""
+        self.transfers = Transfers(config.link, config.kv_bytes_per_token)
         self.dispatched = 0
         self.load = Load(self.touch)
         self.busy = BusyPeriod()
@@ -401,7 +407,10 @@ class Fleet:
         self._changes = Changes()
         self._rosters: dict[str, Roster] = {}
         """By model, as of the change `_rosters_as_of`."""
+        self._prefill_rosters: dict[str, Roster] = {}
         self._rosters_as_of = 0
+        self.apart: set[str] = set()
+        """Models of endpoints that have a role: only there pairs are made."""
 
     def block_tokens(self, model: str) -> int:
         """Tokens of a routing block of `model`: the first endpoint that names its block size fixes it."""
@@ -425,11 +434,16 @@ class Fleet:
         elif endpoint.learner.start != latency:
             endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
+        endpoint.role, endpoint.revision = event.role, event.revision
+        endpoint.transfers.know(
+            event.link or self._config.link, event.kv_bytes_per_token or self._config.kv_bytes_per_token
+        )
         left = {self.key_name(name) for name in endpoint.models}
         for name in endpoint.models:
             if name not in event.models:
                 self._unserve(name, endpoint)
         endpoint.models = list(event.models)
+        self._see_roles()
         self._name(event.aliases)
         left.difference_update(self.key_name(name) for name in endpoint.models)
         if left:
@@ -468,9 +482,15 @@ class Fleet:
             endpoint.feed.close()
         endpoint.load = Load()
         del self.endpoints[endpoint.name]
+        self._see_roles()
+
+    def _see_roles(self) -> None:
+        with_role = (e for e in self.endpoints.values() if e.role is not Role.BOTH)
+        self.apart = {name for e in with_role for name in e.models}
 
     def candidates(self, model: str, excluded: str | None = None) -> list[Endpoint]:
-        """Endpoints that may take a request for `model` now, in the order in which they joined.
+        """Endpoints that may take a request for `model` now, in the order in which they joined: the whole of
+        it, or all but its prompt.
 
         One that just refused or broke a connection is passed over as long as there is another. The list
         stays as it is.
@@ -479,15 +499,35 @@ class Fleet:
             return self._roster(model).endpoints
         return self._candidates(model, excluded)
 
+    def prefillers(self, model: str, excluded: str | None = None) -> list[Endpoint]:
+        """Endpoints that may compute a prompt for another one now; none that cannot be reached. The list
+        stays as it is.
+        """
+        if model not in self.apart:
+            return []
+        if excluded is None:
+            return self.prefill_roster(model, None).endpoints
+        return self._prefillers(model, excluded)
+
+    def prefill_roster(self, model: str, endpoints: list[Endpoint] | None) -> Roster:
+        """Of these `prefillers` for `model`; None: of all."""
+        self._forget_old_rosters()
+        roster = self._prefill_rosters.get(model)
+        if roster is None:
+            roster = Roster(self._prefillers(model, None), self._changes)
+            if model in self.models:
+                self._prefill_rosters[model] = roster
+        if endpoints is None or roster.endpoints is endpoints:
+            return roster
+        return Roster(endpoints, self._changes)
+
     def roster(self, model: str, endpoints: list[Endpoint]) -> Roster:
         """Of these `candidates` for `model`."""
         known = self._roster(model)
         return known if known.endpoints is endpoints else Roster(endpoints, self._changes)
 
     def _roster(self, model: str) -> Roster:
-        if self._rosters_as_of != self._changes.count:
-            self._rosters.clear()
-            self._rosters_as_of = self._changes.count
+        self._forget_old_rosters()
         roster = self._rosters.get(model)
         if roster is None:
             roster = Roster(self._candidates(model, None), self._changes)
@@ -495,11 +535,29 @@ class Fleet:
                 self._rosters[model] = roster
         return roster
 
+    def _forget_old_rosters(self) -> None:
+        if self._rosters_as_of != self._changes.count:
+            self._rosters.clear()
+            self._prefill_rosters.clear()
+            self._rosters_as_of = self._changes.count
+
+    def _prefillers(self, model: str, excluded: str | None) -> list[Endpoint]:
+        known = self.models.get(model)
+        if known is None:
+            return []
+        return [
+            e
+            for e in known.endpoints.values()
+            if e.up and e.unreachable_t is None and e.role is not Role.DECODE and e.name != excluded
+        ]
+
     def _candidates(self, model: str, excluded: str | None) -> list[Endpoint]:
         known = self.models.get(model)
         if known is None:
             return []
-        up = [e for e in known.endpoints.values() if e.up and e.name != excluded]
+        up = [
+            e for e in known.endpoints.values() if e.up and e.role is not Role.PREFILL and e.name != excluded
+        ]
         reachable = [e for e in up if e.unreachable_t is None]
         return reachable or up
 

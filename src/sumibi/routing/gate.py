@@ -205,5 +205,6 @@ class Gate:
 
 
 def _settle(flow: Flow, held: Held, found: Sequence[Candidate], pick: int) -> None:
-    """Its home is the pick."""
-    flow.settle(held, found[pick].endpoint, found[pick].compute_s)
+    """Its home is the pick; of a pair where it waits first."""
+    home = found[pick]
+    flow.settle(held, home.prefill or home.endpoint, home.compute_s)

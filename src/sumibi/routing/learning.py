@@ -17,7 +17,7 @@ how uncertain it still is. Noise is proportional to what was observed, so a tenf
 
 from math import exp, log
 
-from sumibi.core.latency import LatencyModel
+from sumibi.core.latency import LatencyModel, LinkModel
 
 MOST = 8.0
 BAND = log(MOST)
@@ -200,6 +200,36 @@ class Learner:
         shared.slowest_decode = max(shared.slowest_decode, self.own_decode)
         shared.teach_decode(max(2.0 / (4.0 + lessons), SHARED_FLOOR) * error)
         self.sync()
+
+
+class Transfers:
+    """What it takes to bring KV to an endpoint: by what is known of its link, times a factor learnt here."""
+
+    __slots__ = ("_factor", "bytes_per_token", "factor", "link")
+
+    def __init__(self, link: LinkModel, bytes_per_token: int) -> None:
+        self.link = link
+        self.bytes_per_token = bytes_per_token
+        self._factor = 0.0
+        self.factor = 1.0
+        """On the seconds of the link's model; its logarithm is kept beside it."""
+
+    def know(self, link: LinkModel, bytes_per_token: int) -> None:
+        """What the endpoint says of itself. Another link is learnt anew."""
+        if (link, bytes_per_token) != (self.link, self.bytes_per_token):
+            self.link, self.bytes_per_token = link, bytes_per_token
+            self._factor, self.factor = 0.0, 1.0
+
+    def predict_s(self, tokens: int, source: LinkModel) -> float:
+        """Seconds for the KV of so many tokens from an endpoint that gives them over `source`."""
+        return self.factor * self.link.transfer_s(tokens * self.bytes_per_token, source)
+
+    def observe(self, actual_s: float, predicted_s: float, transfer_s: float) -> None:
+        """`transfer_s` and other things were predicted to take `predicted_s` together and took `actual_s`."""
+        if actual_s > 0 and predicted_s > 0:
+            error = _clip(log(actual_s / predicted_s), CLIP)
+            self._factor = _clip(self._factor + OWN_RATE * error * transfer_s / predicted_s, BAND)
+            self.factor = exp(self._factor)
 
 
 def _most_fixed(start: LatencyModel) -> float:

@@ -69,6 +69,8 @@ class Load:
 
     __slots__ = (
         "changed",
+        "coming",
+        "coming_kv_tokens",
         "decode_kv_tokens",
         "decode_priorities",
         "decodes",
@@ -94,6 +96,9 @@ class Load:
         self.decode_priorities: dict[int, int] = {}
         """Priority -> how many of `decodes` have it."""
         self.decode_kv_tokens = 0
+        self.coming = 0
+        """Decode parts whose prompt another endpoint is still computing."""
+        self.coming_kv_tokens = 0
         self.head_since_t = 0.0
         """When the endpoint began to work on the first of `prefills`."""
         self.history: list[tuple[float, int]] = []
@@ -157,6 +162,8 @@ class Ledger:
         remember(prefill_on, t, +1)
         if decode_on is not prefill_on:
             remember(decode_on, t, +1)
+            decode_on.coming += 1
+            decode_on.coming_kv_tokens += reservation.kv_tokens
 
     def end_prefill(self, owner: Owner, t: float, served_s: float = 0.0) -> bool:
         """Release the prefill part; the decode part starts to count. False if there is none any more.
@@ -205,8 +212,12 @@ class Ledger:
         del load.prefills[owner]
         load.prefill_tokens -= reservation.uncached_tokens
         load.prefill_work_ns -= reservation.work_ns
-        if load is not reservation.decode_on:
+        decode_on = reservation.decode_on
+        if load is not decode_on:
             remember(load, t, -1)
+            if decode_on is not None:
+                decode_on.coming -= 1
+                decode_on.coming_kv_tokens -= reservation.kv_tokens
         reservation.prefill_on = None
 
     def check_integrity(self, loads: list[Load]) -> None:
@@ -214,6 +225,11 @@ class Ledger:
         for load in loads:
             prefills = [r for r in self._entries.values() if r.prefill_on is load]
             decodes = [r for r in self._entries.values() if r.decode_on is load and r.prefill_on is None]
+            coming = [
+                r
+                for r in self._entries.values()
+                if r.decode_on is load and r.prefill_on is not None and r.prefill_on is not load
+            ]
             held = sum(r.prefill_on is load or r.decode_on is load for r in self._entries.values())
             expected = (
                 held,
@@ -223,6 +239,8 @@ class Ledger:
                 len(decodes),
                 Counter(r.priority for r in decodes),
                 sum(r.kv_tokens for r in decodes),
+                len(coming),
+                sum(r.kv_tokens for r in coming),
             )
             found = (
                 load.inflight,
@@ -232,6 +250,8 @@ class Ledger:
                 load.decodes,
                 load.decode_priorities,
                 load.decode_kv_tokens,
+                load.coming,
+                load.coming_kv_tokens,
             )
             if expected != found:
                 raise SumibiError(f"ledger: entries say {expected}, counters say {found}")

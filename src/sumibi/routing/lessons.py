@@ -33,12 +33,48 @@ def placed(
         other.moved_away(keys)
 
 
+def placed_apart(
+    keys: Sequence[int],
+    model: Model,
+    at_prefill: Sequence[tuple[Endpoint, int]],
+    at_decode: Sequence[tuple[Endpoint, int]],
+    block_tokens: int,
+    attempt: Attempt,
+    t: float,
+) -> None:
+    """The same of a pair: its conversation has a copy on either side."""
+    leg = attempt.computes
+    both = leg.endpoint, attempt.endpoint
+    sides = (
+        (at_prefill, attempt.candidate.reused_tokens // block_tokens),
+        (at_decode, attempt.candidate.local_tokens // block_tokens),
+    )
+    left = dict.fromkeys(
+        e
+        for matched, reused in sides
+        for e, b in matched
+        if b > reused and e not in both and e.lasting(b, keys, block_tokens) > reused
+    )
+    model.returns.used(keys, t)
+    for each in (leg, attempt):
+        each.prompt = each.endpoint.recency.begin(keys, t)
+    leg.endpoint.worked(leg.candidate.compute_s, t)
+    for other in left:
+        other.moved_away(keys)
+
+
 def idle(keys: Sequence[int], model: Model, attempt: Attempt, t: float) -> None:
     """An attempt is over: what it used begins to age."""
     if attempt.prompt is not None:
         model.returns.ended(keys, t)
-        if attempt.current:
-            attempt.endpoint.recency.end(attempt.prompt, t)
+        let_go(attempt, t)
+
+
+def let_go(attempt: Attempt, t: float) -> None:
+    """Its KV is not in use any more where it was placed; of a leg: it has been fetched. Once or more."""
+    if attempt.prompt is not None and attempt.current:
+        attempt.endpoint.recency.end(attempt.prompt, t)
+    attempt.prompt = None
 
 
 def dispatched(attempt: Attempt, t: float) -> None:
@@ -55,7 +91,8 @@ def first_token(request: Request, attempt: Attempt, ledger: Ledger, t: float) ->
     endpoint, load = attempt.endpoint, attempt.life
     learner = endpoint.learner
     learner.sync()
-    work_ns = load.prefills[request.owner].work_ns
+    reservation = load.prefills[request.owner]
+    work_ns = reservation.work_ns
     served_s = learner.start.a_s * learner.fixed_factor + work_ns * 1e-9 * learner.work_factor
     ledger.end_prefill(request.owner, t, served_s)
     attempt.decodes = load.decodes
@@ -65,37 +102,59 @@ def first_token(request: Request, attempt: Attempt, ledger: Ledger, t: float) ->
     busy = endpoint.busy
     busy.prefills += 1
     busy.work_ns += work_ns
-    busy.sound = busy.sound and request.event.stream and attempt.dispatched_t is not None
+    busy.sound = busy.sound and reservation.streamed and attempt.dispatched_t is not None
     if not load.prefills or busy.prefills >= BUSY_PERIOD_PREFILLS:
         if busy.sound and busy.since_t is not None:
             learner.observe_prefill(t - busy.since_t, busy.prefills, busy.work_ns * 1e-9)
         busy.reset(t if load.prefills else None)
 
 
+def transferred(request: Request, attempt: Attempt, t: float) -> None:
+    """The first token of a pair: its KV has come. Learn how long that takes, if it waited for that alone."""
+    leg = attempt.computes
+    attempt.first_token_t = t
+    attempt.decodes = attempt.life.decodes
+    let_go(leg, t)
+    candidate = attempt.candidate
+    begun_t = attempt.sent_t if attempt.sent_t is not None else leg.first_token_t
+    if begun_t is None or leg.first_token_t is None or candidate.room_s or not request.event.stream:
+        return
+    if attempt.current and candidate.transfer_s:
+        transfers = attempt.endpoint.transfers
+        lacking = request.event.prompt_tokens - candidate.local_tokens
+        moved_s = transfers.predict_s(lacking, leg.endpoint.transfers.link)
+        transfers.observe(t - max(begun_t, leg.first_token_t), candidate.transfer_s, moved_s)
+
+
 def finished(request: Request, attempt: Attempt, ledger: Ledger, event: Finished) -> bool:
-    """The attempt is over: release what is left of it. True if its prompt was computed."""
-    endpoint, load = attempt.endpoint, attempt.life
+    """The attempt is over: release what is left of it. True if its prompt was computed, or came to be where
+    its answer was generated.
+    """
+    where = attempt.computes
+    endpoint, load = where.endpoint, where.life
     in_prefill = request.owner in load.prefills
     ledger.release(request.owner, event.t)
-    if in_prefill and attempt.current:
+    if in_prefill and where.current:
         # Nobody knows how much of its work was done, so this period teaches nothing.
         if load.prefills:
             endpoint.busy.sound = False
         else:
             endpoint.busy.reset(None)
+    if where is not attempt:
+        in_prefill = attempt.first_token_t is None
     return not in_prefill or event.reason is FinishReason.STOP
 
 
-def remember(request: Request, attempt: Attempt, event: Finished, fleet: Fleet) -> None:
-    """The endpoint has computed this prompt and no events tell of it."""
+def remember(request: Request, attempt: Attempt, cached_tokens: int | None, fleet: Fleet) -> None:
+    """The endpoint has computed this prompt, or fetched it, and no events tell of it."""
     name, keys, recall = request.event.model, request.event.keys, attempt.endpoint.recall
     if name not in attempt.endpoint.models:
         return  # it left meanwhile, and may come back with other weights
-    if event.cached_tokens is not None:
+    if cached_tokens is not None and attempt.leg is None:
         block_tokens = fleet.block_tokens(name)
         believed, cached = (
             attempt.candidate.matched_tokens // block_tokens,
-            event.cached_tokens // block_tokens,
+            cached_tokens // block_tokens,
         )
         if cached < believed:
             recall.correct(keys[:believed], cached)
@@ -137,4 +196,5 @@ def outcome(request: Request, attempt: Attempt, event: Finished) -> Outcome:
         predicted_ttft_s=attempt.candidate.ttft_s + attempt.overhead_s,
         ttft_s=ttft_s,
         output_tokens=event.output_tokens,
+        prefill=attempt.leg.endpoint.name if attempt.leg is not None else "",
     )

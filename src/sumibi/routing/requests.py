@@ -32,10 +32,12 @@ class Attempt:
         "dispatched_t",
         "endpoint",
         "first_token_t",
+        "leg",
         "life",
         "number",
         "overhead_s",
         "prompt",
+        "sent_t",
     )
 
     def __init__(self, number: int, endpoint: Endpoint, candidate: Candidate, decision: str) -> None:
@@ -49,10 +51,20 @@ class Attempt:
         """Expected beside waiting and computing, the same wherever it goes."""
         self.dispatched_t: float | None = None
         self.first_token_t: float | None = None
+        """Of a leg: when it was over."""
+        self.leg: Attempt | None = None
+        """Of a pair: the prefill elsewhere, as an attempt of its own."""
+        self.sent_t: float | None = None
+        """Of a pair: when it was sent to `endpoint`, too."""
         self.decodes = 0
         """Requests that decoded there when its first token came, itself included."""
         self.prompt: Segment | None = None
         """Its blocks in the endpoint's `recency`, if the policy prices evictions."""
+
+    @property
+    def computes(self) -> "Attempt":
+        """Where its prompt is computed: its leg, or itself."""
+        return self.leg or self
 
     @property
     def current(self) -> bool:

@@ -27,7 +27,7 @@ import msgspec
 
 from sumibi.core.errors import SumibiError
 from sumibi.core.kvevents import EventBatch
-from sumibi.routing import lessons
+from sumibi.routing import disagg, lessons
 from sumibi.routing.computing import Computing
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
@@ -49,9 +49,11 @@ from sumibi.routing.events import (
     FirstToken,
     GradeChanged,
     Instruction,
+    Prefilled,
     Refuse,
     ReplayEnded,
     Residency,
+    Role,
     Signals,
     Tick,
     WakeAt,
@@ -63,8 +65,8 @@ from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner, Reservation
 from sumibi.routing.levels import Levels, beyond
-from sumibi.routing.placing import NOTHING_AHEAD, candidates, matchable_blocks, order_some
-from sumibi.routing.policies import Ask, Policy, least, make_policy
+from sumibi.routing.placing import NOTHING_AHEAD, Looked, candidates, matchable_blocks, order_some
+from sumibi.routing.policies import Ask, Policy, check_pairing, least, make_policy
 from sumibi.routing.requests import Attempt, Request, State
 from sumibi.routing.sequence import Forget, Step
 from sumibi.routing.views import EndpointView, view
@@ -77,6 +79,19 @@ _DROPPED = {
     FinishReason.SHUTDOWN: "rejected-shutting-down",
 }
 """Why a request was not served that ended while it waited."""
+
+
+NOBODY: list[Endpoint] = []
+
+
+class Sides(NamedTuple):
+    """What both sides of pairs have of a prompt."""
+
+    prefill: Roster
+    legs: Looked
+    """Their candidates, priced if the policy prices."""
+    decode: Roster
+    there: Looked
 
 
 class Choice(NamedTuple):
@@ -92,6 +107,23 @@ class Choice(NamedTuple):
     """How far the prompt is known at those."""
     scores: list[float]
     pick: int
+    sides: Sides | None = None
+    """Where pairs are possible."""
+
+    @property
+    def leg(self) -> tuple[Endpoint, Candidate] | None:
+        """Where the prompt is computed, of a pair."""
+        name = self.picked.prefill
+        if not name or self.sides is None:
+            return None
+        legs = self.sides.legs
+        return next((e, c) for e, c in zip(legs.endpoints, legs.candidates, strict=True) if e.name == name)
+
+    @property
+    def begins(self) -> Endpoint:
+        """Where the request goes first."""
+        leg = self.leg
+        return leg[0] if leg is not None else self.endpoints[self.pick]
 
     @property
     def picked(self) -> Candidate:
@@ -128,6 +160,7 @@ class Router:
             Arrived: self._arrived,
             Admitted: self._admitted,
             Dispatched: self._dispatched,
+            Prefilled: self._prefilled,
             FirstToken: self._first_token,
             Finished: self._finished,
             EndpointUp: self._endpoint_up,
@@ -187,10 +220,61 @@ class Router:
 
     def _dispatched(self, event: Dispatched) -> None:
         _, attempt = self._running(event)
-        if attempt is None or attempt.dispatched_t is not None:
+        if attempt is not None and attempt.leg is not None:
+            self._dispatched_apart(attempt, attempt.leg, event.endpoint)
+        elif attempt is None or attempt.dispatched_t is not None:
             self._count.stale_events += 1
         else:
             lessons.dispatched(attempt, self._t)
+
+    def _dispatched_apart(self, attempt: Attempt, leg: Attempt, endpoint: str) -> None:
+        """One of the two halves of a pair left."""
+        if endpoint == leg.endpoint.name and leg.dispatched_t is None:
+            attempt.dispatched_t = self._t
+            lessons.dispatched(leg, self._t)
+        elif endpoint == attempt.endpoint.name and attempt.sent_t is None:
+            attempt.sent_t = self._t
+        else:
+            self._count.stale_events += 1
+
+    def _prefilled(self, event: Prefilled) -> None:
+        request, attempt = self._running(event)
+        leg = attempt.leg if attempt is not None else None
+        if request is None or attempt is None or leg is None or leg.first_token_t is not None:
+            self._count.stale_events += 1
+        elif event.failed is None:
+            self._leg_over(request, leg, event.cached_tokens)
+            self._freed(leg.endpoint)
+        else:
+            self._leg_failed(request, attempt, leg, event.failed)
+
+    def _leg_over(self, request: Request, leg: Attempt, cached_tokens: int | None) -> None:
+        """Its prompt is computed: the prefill endpoint is free for the next, and has its blocks."""
+        leg.endpoint.unreachable_t = None
+        lessons.first_token(request, leg, self._ledger, self._t)
+        self._computing.computed(request, leg, self._t)
+        self._computing.end(request, leg, self._t, computed=True)
+        if leg.current and not request.announced(leg.endpoint):
+            lessons.remember(request, leg, cached_tokens, self._fleet)
+
+    def _leg_failed(self, request: Request, attempt: Attempt, leg: Attempt, why: FinishReason) -> None:
+        """Nothing was sent to the client yet: a whole run where it was to be decoded, if that may take it,
+        or else whatever is left.
+        """
+        name, model = request.event.request, request.event.model
+        self._count.finished[why] = self._count.finished.get(why, 0) + 1
+        over = Finished(t=self._t, request=name, attempt=attempt.number, reason=why, answered=False)
+        self._close(request, attempt, over, blamed=leg)
+        again = why.retriable and attempt.number < self.config.max_attempts
+        if again and attempt.endpoint in self._fleet.candidates(model):
+            choice = self._choose(request, [attempt.endpoint], NOTHING_AHEAD)
+            self._commit(request, choice.endpoints, choice, disagg.FALLBACK)
+        elif not again or not self._place(request, excluded=leg.endpoint.name):
+            again = False
+            del self._requests[name]
+        self._count.retries += again
+        for endpoint in (leg.endpoint, attempt.endpoint):
+            self._freed(endpoint)
 
     def _first_token(self, event: FirstToken) -> None:
         request, attempt = self._running(event)
@@ -198,7 +282,14 @@ class Router:
             self._count.stale_events += 1
             return
         attempt.endpoint.unreachable_t = None
-        lessons.first_token(request, attempt, self._ledger, self._t)
+        leg = attempt.leg
+        if leg is None:
+            lessons.first_token(request, attempt, self._ledger, self._t)
+        else:
+            if leg.first_token_t is None:
+                self._leg_over(request, leg, None)
+            lessons.transferred(request, attempt, self._t)
+            self._freed(leg.endpoint)
         self._policies[request.event.model].first_token(event.request)
         self._computing.computed(request, attempt, self._t)
         self._freed(attempt.endpoint)
@@ -223,6 +314,8 @@ class Router:
             del self._requests[event.request]
         if attempt is not None:
             self._freed(attempt.endpoint)
+            if attempt.leg is not None:
+                self._freed(attempt.leg.endpoint)
 
     def _gave_up(self, request: Request, reason: FinishReason) -> None:
         """It is over; count it as refused if it never left its queue."""
@@ -232,30 +325,39 @@ class Router:
         if dropped is not None:
             self._count.refused[dropped] = self._count.refused.get(dropped, 0) + 1
 
-    def _close(self, request: Request, attempt: Attempt, event: Finished) -> None:
-        """End an attempt: release, learn, record, and doubt the endpoint if that is called for."""
-        endpoint = attempt.endpoint
+    def _close(
+        self, request: Request, attempt: Attempt, event: Finished, blamed: Attempt | None = None
+    ) -> None:
+        """End an attempt: release, learn, record, and doubt the endpoint if that is called for: the one of
+        `blamed` (the leg of a pair), or else its own.
+        """
+        endpoint, leg = attempt.endpoint, attempt.leg
         decodes = attempt.life.decodes
         lessons.idle(request.event.keys, self._fleet.models[request.event.model], attempt, self._t)
         computed = lessons.finished(request, attempt, self._ledger, event)
         self._computing.end(request, attempt, self._t, computed=computed)
+        if leg is not None:
+            lessons.let_go(leg, self._t)
+            if leg.first_token_t is None:
+                self._computing.end(request, leg, self._t, computed=computed)
         self._policies[request.event.model].ended(event.request, event)
         if computed and event.cached_tokens is not None:
             self._count.predicted_cached_tokens += attempt.candidate.reused_tokens
             self._count.actual_cached_tokens += event.cached_tokens
             self._count.reported_prompt_tokens += event.prompt_tokens or request.event.prompt_tokens
         if computed and attempt.current and not request.announced(endpoint):
-            lessons.remember(request, attempt, event, self._fleet)
+            lessons.remember(request, attempt, event.cached_tokens, self._fleet)
         if event.reason is FinishReason.STOP:
             lessons.answer(request, attempt, self._fleet.models[request.event.model], event, decodes)
         if computed:
             self._gate.ended(request, event)
         self._outcomes.append(lessons.outcome(request, attempt, event))
-        if event.reason in (FinishReason.REFUSED, FinishReason.ENGINE_GONE) and attempt.current:
-            endpoint.unreachable_t = self._t
-            self._suspect(endpoint, f"connection {event.reason.value.replace('_', ' ')}")
+        failed = blamed or attempt
+        if event.reason in (FinishReason.REFUSED, FinishReason.ENGINE_GONE) and failed.current:
+            failed.endpoint.unreachable_t = self._t
+            self._suspect(failed.endpoint, f"connection {event.reason.value.replace('_', ' ')}")
 
-    def _running(self, event: Dispatched | FirstToken) -> tuple[Request | None, Attempt | None]:
+    def _running(self, event: Dispatched | Prefilled | FirstToken) -> tuple[Request | None, Attempt | None]:
         request = self._requests.get(event.request)
         return request, request.running(event.attempt) if request is not None else None
 
@@ -279,7 +381,8 @@ class Router:
             # Those who wait already go first, if there is room for them by now.
             self._freed(endpoints[0])
             ahead_s = self._gate.ahead_s(request, endpoints)
-        choice = self._choose(request, endpoints, ahead_s)
+        prefillers = self._fleet.prefillers(request.event.model, excluded)
+        choice = self._choose(request, endpoints, ahead_s, prefillers)
         if not may_hold or not self._gate.holds(choice.picked):
             self._commit(request, endpoints, choice)
             return True
@@ -292,8 +395,17 @@ class Router:
             self._refuse(request.event.request, 429, "rejected-saturated", "too many requests wait")
         return True
 
-    def _choose(self, request: Request, endpoints: list[Endpoint], ahead_s: Mapping[str, float]) -> Choice:
-        """What the policy picks now, `ahead_s` seconds of held work going first."""
+    def _choose(
+        self,
+        request: Request,
+        endpoints: list[Endpoint],
+        ahead_s: Mapping[str, float],
+        prefillers: list[Endpoint] = NOBODY,
+        decoders: list[Endpoint] | None = None,
+    ) -> Choice:
+        """What the policy picks now, `ahead_s` seconds of held work going first: a whole run at one of
+        `endpoints`, or a prefill at one of `prefillers` and the rest at one of `decoders`.
+        """
         event = request.event
         self._catch_up()
         self._computing.expire(self._t)
@@ -326,6 +438,11 @@ class Router:
             priority=event.priority,
             stream=event.stream,
         )
+        if prefillers:
+            whole = Choice(ask, some, found, roster, levels, [], 0)
+            paired = self._pair(event, policy, look, whole, prefillers, decoders or endpoints, ahead_s)
+            if paired is not None:
+                return paired
         scores = policy.choose(ask, found, some)
         pick = least(event.request, scores)
         if not policy.priced:
@@ -333,12 +450,55 @@ class Router:
             found[pick] = look(roster=self._fleet.roster(event.model, [some[pick]])).candidates[0]
         return Choice(ask, some, found, roster, levels, scores, pick)
 
-    def _commit(self, request: Request, endpoints: list[Endpoint], choice: Choice) -> None:
-        """Reserve, and have it sent."""
+    def _pair(
+        self,
+        event: Arrived,
+        policy: Policy,
+        look: Callable[..., Looked],
+        whole: Choice,
+        prefillers: list[Endpoint],
+        decoders: list[Endpoint],
+        ahead_s: Mapping[str, float],
+    ) -> Choice | None:
+        """What the policy picks of pairs and of whole runs; None: nobody can be paired."""
+        model, ask = event.model, whole.ask
+        decode, prefill = self._fleet.roster(model, decoders), self._fleet.prefill_roster(model, prefillers)
+        there = look(roster=decode, priced=False)
+        legs = look(roster=prefill, output_tokens=1.0, ahead_s=ahead_s, priced=policy.priced)
+        sides = Sides(prefill, legs, decode, there)
+        output_tokens = self._fleet.models[model].output_tokens
+        if event.max_tokens is not None:
+            output_tokens = min(output_tokens, event.max_tokens)
+        if policy.priced:
+            some, found = disagg.pairs(legs, there, self._t, ask, output_tokens)
+            if not some:
+                return None
+            some, found = [*whole.endpoints, *some], [*whole.found, *found]
+            scores = policy.choose(ask, found, some)
+            pick = least(ask.request, scores)
+            return Choice(ask, some, found, whole.roster, whole.levels, scores, pick, sides)
+        some, found, scores = disagg.blind(policy, ask, legs, there)
+        if not some:
+            return None
+        pick = least(ask.request, scores)
+        choice = Choice(ask, some, found, whole.roster, whole.levels, scores, pick, sides)
+        # As of whole runs, what is predicted of the pick is recorded.
+        leg = look(roster=self._fleet.prefill_roster(model, [choice.begins]), output_tokens=1.0)
+        local = look(roster=self._fleet.roster(model, [some[choice.pick]]), priced=False)
+        _, priced = disagg.pairs(leg, local, self._t, ask, output_tokens)
+        found[choice.pick : choice.pick + len(priced)] = priced
+        return choice
+
+    def _commit(
+        self, request: Request, endpoints: list[Endpoint], choice: Choice, reason: str | None = None
+    ) -> None:
+        """Reserve, and have it sent. `reason`: why it is a whole run, if that is known already."""
         event = request.event
-        ask, some, found, roster, levels, scores, pick = choice
+        ask, some, found, roster, levels, scores, pick, sides = choice
         number = ask.attempt
         model, policy = self._fleet.models[event.model], self._policy(event.model)
+        if event.model in self._fleet.apart:
+            reason = self._count_kind(choice, reason, priced=policy.priced)
         self._count.decisions += 1
         decision = Decision(
             id=f"{self.config.gateway}-{self.config.gateway_epoch}-{self._count.decisions}",
@@ -353,23 +513,41 @@ class Router:
             candidates=found,
             scores=scores,
             pick=pick,
-            left_out=len(endpoints) - len(found),
+            left_out=0 if sides is not None else len(endpoints) - len(found),
+            legs=sides.legs.candidates if sides is not None else [],
+            reason=reason or "",
         )
         model.decisions += 1
         self._decisions[decision.id] = decision
         if len(self._decisions) > self.config.decisions_kept:
             self._decisions.popitem(last=False)
         attempt = Attempt(number, some[pick], found[pick], decision.id)
+        begins = choice.leg
+        if begins is not None:
+            attempt.leg = Attempt(number, *begins, decision.id)
         self._reserve(request, attempt)
         policy.placed(ask, attempt.endpoint)
-        self._after.append(
-            partial(self._placed, request, attempt, roster if policy.priced else None, levels, self._t)
-        )
+        asked = roster if policy.priced else None
+        self._after.append(partial(self._placed, request, attempt, asked, levels, sides, self._t))
         self._out.append(
             Dispatch(
-                request=event.request, attempt=number, endpoint=attempt.endpoint.name, decision=decision.id
+                request=event.request,
+                attempt=number,
+                endpoint=attempt.endpoint.name,
+                decision=decision.id,
+                prefill=begins[0].name if begins is not None else None,
             )
         )
+
+    def _count_kind(self, choice: Choice, reason: str | None, *, priced: bool) -> str:
+        """Count whether it is a pair, and why (`reason`, if that is known already)."""
+        kind = disagg.PAIR if choice.picked.prefill else disagg.WHOLE
+        if reason is None and kind is disagg.PAIR and not priced:
+            reason = disagg.ALWAYS
+        reason = reason or disagg.reason(choice.found, choice.pick)
+        counts = self._count.disagg.setdefault(kind, {})
+        counts[reason] = counts.get(reason, 0) + 1
+        return reason
 
     def _placed(
         self,
@@ -377,13 +555,21 @@ class Router:
         attempt: Attempt,
         roster: Roster | None,
         levels: Levels,
+        sides: Sides | None,
         t: float,
     ) -> None:
         """Take note of a placement among the endpoints of `roster`, if the policy goes by seconds."""
         event, name = request.event, request.event.model
         self._gate.recognise(request)
         self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
-        if roster is not None:
+        if roster is not None and sides is not None and attempt.leg is not None:
+            block_tokens = self._fleet.block_tokens(name)
+            legs, others = (
+                [(side.endpoints[place], n) for place, n in beyond(looked.levels, side.places, 0).items()]
+                for side, looked in ((sides.prefill, sides.legs), (sides.decode, sides.there))
+            )
+            lessons.placed_apart(event.keys, self._fleet.models[name], legs, others, block_tokens, attempt, t)
+        elif roster is not None:
             model, block_tokens = self._fleet.models[name], self._fleet.block_tokens(name)
             reused = attempt.candidate.reused_tokens // block_tokens
             more = beyond(levels, roster.places, reused)
@@ -414,16 +600,20 @@ class Router:
         endpoints = self._fleet.candidates(request.event.model)
         if not endpoints:
             return None
-        choice = self._choose(request, endpoints, ahead_s)
-        if home_open and self._gate.holds(choice.picked) and (ready := self._gate.open(endpoints, self._t)):
+        prefillers = self._fleet.prefillers(request.event.model)
+        choice = self._choose(request, endpoints, ahead_s, prefillers)
+        ready = self._gate.open(endpoints, self._t) if home_open and self._gate.holds(choice.picked) else []
+        ready_legs = self._gate.open(prefillers, self._t) if prefillers else []
+        if ready or (home_open and ready_legs and self._gate.holds(choice.picked)):
             # Its home can begin, but now somebody who cannot looks better. That is waited for as long as
             # it is better by, counted from the first time on.
             if held.declined_t is None:
                 held.declined_t = self._t
-            second = self._choose(request, ready, ahead_s)
+            ready = ready or endpoints
+            second = self._choose(request, ready, ahead_s, ready_legs, endpoints)
             if second.scores[second.pick] - choice.scores[choice.pick] <= self._t - held.declined_t:
                 endpoints, choice = ready, second
-        endpoint, picked = choice.endpoints[choice.pick], choice.picked
+        endpoint, picked = choice.begins, choice.picked
         if self._gate.holds(picked):
             self._gate.stays(held, choice.found, choice.pick)
             return endpoint.name, picked.wait_s - ahead_s.get(endpoint.name, 0.0), picked.compute_s
@@ -439,7 +629,8 @@ class Router:
         return policy
 
     def _reserve(self, request: Request, attempt: Attempt) -> None:
-        event, endpoint, candidate = request.event, attempt.endpoint, attempt.candidate
+        event, where = request.event, attempt.computes
+        endpoint, candidate = where.endpoint, where.candidate
         reused = candidate.reused_tokens
         new = event.prompt_tokens - reused
         start = endpoint.learner.start
@@ -448,17 +639,22 @@ class Router:
             uncached_tokens=new,
             kv_tokens=event.prompt_tokens,
             work_ns=round((start.prefill_s(new, reused) - start.a_s) * 1e9),
-            streamed=event.stream,
+            streamed=event.stream or where is not attempt,
             priority=event.priority,
         )
-        self._ledger.reserve(reservation, endpoint.load, endpoint.load, self._t)
+        self._ledger.reserve(reservation, endpoint.load, attempt.endpoint.load, self._t)
         endpoint.dispatched += 1
         request.state, request.attempt = State.RUNNING, attempt
         self._computing.begin(request, attempt)
+        if where is not attempt:
+            attempt.endpoint.dispatched += 1
+            self._computing.begin(request, where)
 
     # --- endpoints ---
 
     def _endpoint_up(self, event: EndpointUp) -> None:
+        if event.role is not Role.BOTH:
+            check_pairing(self.config.policy)
         known = self._fleet.endpoints.get(event.endpoint)
         was_refused = known is not None and known.unreachable_t is not None
         endpoint = self._fleet.upsert(event)
@@ -656,12 +852,14 @@ class Router:
         endpoints = self._fleet.candidates(request.event.model)
         if not endpoints:
             self._refuse_without_endpoint(request)
-        elif not self._gate.open(endpoints, self._t):
+        elif not self._gate.open([*endpoints, *self._fleet.prefillers(request.event.model)], self._t):
             waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
             self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
         else:
             self._gate.leave(request, self._t)
-            self._commit(request, endpoints, self._choose(request, endpoints, NOTHING_AHEAD))
+            prefillers = self._fleet.prefillers(request.event.model)
+            choice = self._choose(request, endpoints, NOTHING_AHEAD, prefillers)
+            self._commit(request, endpoints, choice)
 
     def _refuse_without_endpoint(self, request: Request) -> None:
         why = f"no endpoint serves {request.event.model} now"
@@ -710,6 +908,7 @@ class Router:
             count,
             refused=dict(count.refused),
             finished=dict(count.finished),
+            disagg={kind: dict(reasons) for kind, reasons in count.disagg.items()},
             requests_now=len(self._requests),
             waiting_now=len(self._waiting),
             held_now=self._gate.held_now(),
@@ -726,6 +925,7 @@ class Router:
         self._catch_up()
         attempts = [r.attempt for r in self._requests.values() if r.attempt is not None]
         loads = {id(a.life): a.life for a in attempts}
+        loads.update({id(a.leg.life): a.leg.life for a in attempts if a.leg is not None})
         loads.update({id(e.load): e.load for e in self._fleet.endpoints.values()})
         self._ledger.check_integrity(list(loads.values()))
         self._index.check_integrity()

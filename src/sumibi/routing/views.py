@@ -4,7 +4,7 @@ import msgspec
 
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.counters import Counters
-from sumibi.routing.events import Grade
+from sumibi.routing.events import Grade, Role
 from sumibi.routing.fleet import Endpoint
 
 __all__ = ["Counters", "EndpointView", "view"]
@@ -57,6 +57,12 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     decode_factor: float
     overhead_s: float
     """Learnt: of a request beside its prefill (HTTP, tokenizing, the step under way when it arrives)."""
+    role: Role = Role.BOTH
+    revision: str = ""
+    coming: int = 0
+    """Our requests that will decode there and whose prompt another endpoint is computing."""
+    transfer_factor: float = 1.0
+    """Learnt: on the seconds in which KV comes there by what is known of its link."""
 
 
 def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
@@ -99,4 +105,8 @@ def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
         work_factor=e.learner.work_factor,
         decode_factor=e.learner.decode_factor,
         overhead_s=e.learner.overhead_s,
+        role=e.role,
+        revision=e.revision,
+        coming=e.load.coming,
+        transfer_factor=e.transfers.factor,
     )

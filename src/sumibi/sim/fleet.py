@@ -36,11 +36,13 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Over which a decode replica fetches a prompt's KV from the replica that computed it."""
+    """Over which a replica fetches a prompt's KV from the one that computed it, and gives it to others."""
 
     gb_per_s: float = 40.0
     """10^9 bytes a second. Default: InfiniBand NDR, as it is in practice."""
     setup_s: float = 0.001
+    keep_s: float = 480.0
+    """How long a prompt's KV is kept for who fetches it. Default: vLLM's with NIXL."""
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,7 +65,11 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     host: HostTier | None = None
     link: LinkSpec | None = None
     role: Role = "both"
-    """prefill: computes prompts for others. decode: generates from prompts computed elsewhere."""
+    """prefill: computes prompts for others. decode: generates from prompts computed elsewhere, and takes
+    whole requests where that is cheaper. Pairs are made as soon as any group has a role.
+    """
+    revision: str = ""
+    """KV is moved only between replicas of one revision."""
     ranks: int = 1
     """Data-parallel ranks of each replica: endpoints of their own, with `kv_tokens` each, that step together.
     """
@@ -163,6 +169,10 @@ def _check(fleet: FleetSpec, source: str) -> None:
         if group.max_sequences > group.chunk_tokens:
             raise ConfigError(f"{source}: groups[{i}].max_sequences must not exceed chunk_tokens")
         group.times()
+    for i, group in enumerate(fleet.groups):
+        served = [other for other in fleet.groups if other.model == group.model and other.role != "prefill"]
+        if not served:
+            raise ConfigError(f"{source}: groups[{i}].role: nobody generates for model {group.model!r}")
     names = [name for name, _ in fleet.endpoints()]
     if len(set(names)) < len(names):
         raise ConfigError(f"{source}: groups: every group needs a name of its own")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from sumibi.core.prefixcache import Segment
+from sumibi.sim.tiers import Link
 
 
 class State(Enum):
@@ -38,6 +39,7 @@ class Job:
         "owner",
         "place",
         "prompt_tokens",
+        "source",
         "state",
         "target",
         "token_s",
@@ -53,6 +55,7 @@ class Job:
         adapter: str = "",
         keep: bool = False,
         imported: bool = False,
+        source: Link | None = None,
     ) -> None:
         self.owner = owner
         """The caller's."""
@@ -66,6 +69,8 @@ class Job:
         """Its KV is wanted elsewhere: keep it until `Replica.release`."""
         self.imported = imported
         """Its prompt was computed elsewhere: what is missing here comes over the link."""
+        self.source = source
+        """The far end of that link, if it is to be occupied too; None once all has come."""
         self.cached_tokens: int | None = None
         """Of the prompt, found in a cache of this engine when it was first admitted."""
         self.lower_tokens = 0

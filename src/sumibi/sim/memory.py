@@ -12,7 +12,7 @@ from math import ceil
 
 from sumibi.core.prefixcache import PrefixCache
 from sumibi.routing.events import Change, KeysAdded, KeysCopied, KeysRemoved
-from sumibi.sim.fleet import Group
+from sumibi.sim.fleet import Group, LinkSpec
 from sumibi.sim.job import Job
 from sumibi.sim.tiers import Blocks, Link
 
@@ -27,13 +27,13 @@ class Memory:
         "_arriving",
         "_group",
         "_jobs",
-        "_link",
         "_private",
         "_promised",
         "block_tokens",
         "cache",
         "changes",
         "host",
+        "link",
         "store",
     )
 
@@ -44,7 +44,9 @@ class Memory:
         tier = group.host
         self.host = Blocks(tier.tokens // block_tokens, Link(tier.gb_per_s, tier.latency_s)) if tier else None
         self.store = store
-        self._link = Link(group.link.gb_per_s, group.link.setup_s) if group.link else None
+        link = group.link or LinkSpec()
+        self.link = Link(link.gb_per_s, link.setup_s)
+        """Over which KV comes from other replicas and goes to them."""
         self.changes: list[Change] = []
         self._private = 0
         """Tokens of output and partial blocks on the device."""
@@ -123,11 +125,13 @@ class Memory:
                 at += found
         lower = at - on_device
         job.fetched = at * block
-        if job.imported and self._link is not None:
+        if job.imported:
             missing = job.target - 1 - at * block
             if missing > 0:
                 size = missing * self._group.kv_bytes_per_token
-                ready_s = max(ready_s, self._link.transfer(size, t))
+                ready_s = max(ready_s, self.link.transfer(size, t))
+                if job.source is not None:
+                    ready_s = max(ready_s, job.source.transfer(size, t))
                 job.fetched = job.target - 1
             job.imported = False
         return lower, ready_s

@@ -36,8 +36,8 @@ DECODE, HELD, OVER, PREFILL, WAITING = (
 
 
 class Replica:
-    """One engine. The caller calls `advance` at `due_s`, and takes `first`, `done` and the memory's
-    `changes` after it, of all `peers`.
+    """One engine. The caller calls `advance` at `due_s`, and takes `first`, `done`, `imported` and the
+    memory's `changes` after it, of all `peers`.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class Replica:
         self.first: list[Job] = []
         """Jobs whose first token has come; to be emptied by the caller, like the next."""
         self.done: list[Job] = []
+        self.imported: list[Job] = []
+        """Jobs whose KV has come from another replica."""
         self.intervals = Histogram()
         """Between two tokens of a sequence."""
         self.busy_s: dict[int, float] = {}
@@ -143,6 +145,10 @@ class Replica:
         self._cut(t)
         self.slowness = factor
 
+    def kept(self) -> list[Job]:
+        """Jobs that are over, their KV kept."""
+        return [job for job in self._admitted if job.state is HELD]
+
     def die(self) -> list[Job]:
         """The process ends: every request in it is lost, so are its caches. Returns the requests.
 
@@ -158,6 +164,7 @@ class Replica:
         self._admitted.clear()
         self._decoding.clear()
         self._chunks.clear()
+        self.imported.clear()
         self.sequences = self._contexts = self._phase_steps = 0
         self.memory.clear()
         self.adapters.clear()
@@ -333,7 +340,14 @@ class Replica:
         else:
             job.state = PREFILL
             self.prefilling[job] = None
+            self._import_over(job)
         return True
+
+    def _import_over(self, job: Job) -> None:
+        """Nothing of it is on its way any more."""
+        if job.source is not None:
+            job.source = None
+            self.imported.append(job)
 
     def _fetched(self, t: float) -> None:
         """Jobs whose KV or adapter has come may be computed."""
@@ -343,6 +357,7 @@ class Replica:
                 self.memory.arrived(job)
                 job.state = PREFILL
                 self.prefilling[job] = None
+                self._import_over(job)
 
     def _computed(self, job: Job, tokens: int, t: float) -> None:
         """A chunk of it is done; with the last one comes a token."""

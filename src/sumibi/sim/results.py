@@ -42,6 +42,7 @@ class Calls:
         "lower_tokens",
         "output_tokens",
         "predicted_tokens",
+        "prefill",
         "priority",
         "prompt_tokens",
         "session",
@@ -60,6 +61,8 @@ class Calls:
         self.end_s = array("d")
         self.endpoint = array("i")
         """Index of the replica; -1: none."""
+        self.prefill = array("i")
+        """Index of the replica that computed the prompt; -1: none."""
         self.prompt_tokens = array("q")
         self.cached_tokens = array("q")
         """Found on the replica, in any tier."""
@@ -168,7 +171,7 @@ def uncached_by_replica(calls: Calls, replicas: int) -> list[int]:
     """Prompt tokens of the requests served by each replica that no cache had."""
     work = [0] * replicas
     for i in calls.done():
-        work[calls.endpoint[i]] += calls.prompt_tokens[i] - calls.cached_tokens[i]
+        work[calls.prefill[i]] += calls.prompt_tokens[i] - calls.cached_tokens[i]
     return work
 
 

@@ -21,11 +21,14 @@ class Call:
         "index",
         "job",
         "keys",
+        "leg",
         "name",
         "over",
         "playing",
         "predicted_tokens",
+        "prompt_tokens",
         "site",
+        "source",
         "unavoidable_tokens",
     )
 
@@ -37,11 +40,26 @@ class Call:
         self.arrival_s = arrival_s
         self.dispatch_s = self.first_s = NAN
         self.attempt = 0
+        self.prompt_tokens = playing.session.turns[index].prompt_tokens
         self.site: Site | None = None
         self.job: Job | None = None
+        self.source: Site | None = None
+        """Of a pair: where the prompt is computed, while `site` is where it decodes."""
+        self.leg: Job | None = None
+        """There; None as well if that came to nothing."""
         self.predicted_tokens = 0
         self.unavoidable_tokens = 0
         self.over = False
+
+    @property
+    def computed(self) -> Job | None:
+        """The job that computes, or computed, its prompt."""
+        return self.leg or self.job
+
+    def adapter_at(self, site: "Site") -> str:
+        """The adapter that it needs there; empty: none."""
+        model = self.playing.session.model
+        return model if model in site.replica.group.adapters else ""
 
 
 class Site:

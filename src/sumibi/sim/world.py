@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from sumibi.core.errors import ConfigError, SumibiError
-from sumibi.core.latency import LatencyModel
+from sumibi.core.latency import LatencyModel, LinkModel
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import (
     Admitted,
@@ -29,13 +29,16 @@ from sumibi.routing.events import (
     FirstToken,
     Instruction,
     Refuse,
+    Role,
     Signals,
     Tick,
     WakeAt,
 )
+from sumibi.routing.policies import check_pairing
 from sumibi.routing.router import Router
 from sumibi.sim.fleet import Fault, FleetSpec, Group
 from sumibi.sim.job import Job
+from sumibi.sim.pairs import Pairs
 from sumibi.sim.replica import Replica, join
 from sumibi.sim.results import Calls, Status
 from sumibi.sim.sessions import Player, Playing
@@ -86,6 +89,14 @@ class World:
         self._models = {name for group in fleet.groups for name in (group.model, *group.adapters)}
         self.sites: list[Site] = []
         self._by_name: dict[str, Site] = {}
+        self._pairs = Pairs(
+            fleet.overhead_s,
+            push=self._push,
+            tell=self._tell,
+            arm=self._arm,
+            enter=self._enter,
+            close=self._close,
+        )
         self._build(seed, wrong_constants, noise)
         self._player = Player(workload, users, seed, self._expect)
         self._total = self._player.left
@@ -101,8 +112,7 @@ class World:
         engine: list[Site] = []
         for number, (name, group) in enumerate(fleet.endpoints()):
             if group.role != "both":
-                # Here a placement on two endpoints would be carried out: `Job.keep` and `Job.imported`.
-                raise ConfigError(f"group {group.name!r}: the router places no role {group.role!r} yet")
+                check_pairing(self.router.config.policy)
             replica = Replica(name, group, block_tokens, noise=noise, seed=seed * 1009 + number, store=store)
             latency = replica.times.model
             if wrong_constants:
@@ -229,11 +239,14 @@ class World:
         call = self._open[instruction.request]
         site = self._by_name[instruction.endpoint]
         call.attempt = instruction.attempt
-        call.site = site
+        call.site, call.source, call.job, call.leg = site, None, None, None
         call.dispatch_s = t
         decision = self.router.decision(instruction.decision)
         assert decision is not None
         call.predicted_tokens = decision.picked.reused_tokens
+        if instruction.prefill is not None:
+            self._pairs.begin(t, call, self._by_name[instruction.prefill])
+            return
         self._tell(Dispatched(t=t, request=call.name, attempt=call.attempt, endpoint=instruction.endpoint))
         self._push(t + self._fleet.overhead_s, self._enter, (call, call.attempt))
 
@@ -249,9 +262,7 @@ class World:
         elif not site.replica.fits(turn.prompt_tokens, turn.output_tokens):
             self._finish(t, call, FinishReason.REJECTED, Status.REJECTED)
         else:
-            model = call.playing.session.model
-            adapter = model if model in site.replica.group.adapters else ""
-            call.job = Job(call, call.keys, turn.prompt_tokens, max(1, turn.output_tokens), adapter=adapter)
+            call.job = self._pairs.job(call, max(1, turn.output_tokens))
             site.replica.submit(call.job, t)
             self._arm(site)
 
@@ -266,10 +277,18 @@ class World:
         what.replica.advance(t)
         for site in what.peers:
             replica = site.replica
+            if replica.imported:
+                for job in replica.imported:
+                    call = job.owner
+                    assert isinstance(call, Call)
+                    self._pairs.fetched(t, call)
+                replica.imported.clear()
             if replica.first:
                 for job in replica.first:
                     call = job.owner
                     assert isinstance(call, Call)
+                    if job is call.leg:
+                        continue
                     call.first_s = t
                     self._tell(FirstToken(t=t, request=call.name, attempt=call.attempt))
                 replica.first.clear()
@@ -277,7 +296,10 @@ class World:
                 for job in replica.done:
                     call = job.owner
                     assert isinstance(call, Call)
-                    self._finish(t, call, FinishReason.STOP, Status.DONE)
+                    if job is call.leg:
+                        self._pairs.computed(t, call)
+                    else:
+                        self._finish(t, call, FinishReason.STOP, Status.DONE)
                 replica.done.clear()
             if replica.memory.changes:
                 self._publish(t, site)
@@ -294,7 +316,8 @@ class World:
 
     def _finish(self, t: float, call: Call, reason: FinishReason, status: Status) -> None:
         """An attempt ended for good."""
-        job = call.job
+        self._pairs.end(t, call)
+        job, computed = call.job, call.computed
         done = status is Status.DONE
         self._tell(
             Finished(
@@ -304,7 +327,7 @@ class World:
                 reason=reason,
                 answered=call.first_s == call.first_s,
                 prompt_tokens=job.prompt_tokens if done and job else None,
-                cached_tokens=job.cached_tokens if done and job else None,
+                cached_tokens=computed.cached_tokens if done and computed else None,
                 output_tokens=job.output_tokens if done and job else None,
             )
         )
@@ -312,6 +335,7 @@ class World:
 
     def _attempt_failed(self, t: float, call: Call, reason: FinishReason) -> None:
         """An attempt ended badly: the router may try another endpoint."""
+        self._pairs.end(t, call)
         before = call.attempt
         answered = call.first_s == call.first_s
         self._tell(Finished(t=t, request=call.name, attempt=before, reason=reason, answered=answered))
@@ -332,12 +356,14 @@ class World:
         """Write its row; its session goes on."""
         call.over = True
         del self._open[call.name]
-        rows, turn, job = self.calls, call.playing.session.turns[call.index], call.job
+        rows, turn, job = self.calls, call.playing.session.turns[call.index], call.computed
         rows.arrival_s.append(call.arrival_s)
         rows.dispatch_s.append(call.dispatch_s)
         rows.first_s.append(call.first_s)
         rows.end_s.append(t)
         rows.endpoint.append(call.site.number if call.site is not None else -1)
+        where = call.source if call.leg is not None else call.site
+        rows.prefill.append(where.number if where is not None else -1)
         rows.prompt_tokens.append(turn.prompt_tokens)
         rows.cached_tokens.append(job.cached_tokens or 0 if job is not None else 0)
         rows.lower_tokens.append(job.lower_tokens if job is not None else 0)
@@ -372,6 +398,10 @@ class World:
                 has_replay=self._fleet.kv_replay,
                 latency=site.latency,
                 process_start_s=site.start_s,
+                role=Role(group.role),
+                revision=group.revision,
+                kv_bytes_per_token=group.kv_bytes_per_token,
+                link=LinkModel(group.link.gb_per_s * 1e9, group.link.setup_s) if group.link else None,
             )
         )
 
@@ -474,16 +504,25 @@ class World:
     def _die(self, t: float, sites: list[Site]) -> None:
         """The process ends. Connections break at once; health checks notice later."""
         lost: list[Job] = []
+        kept: list[Job] = []
         for site in sites:
             site.alive = False
+            kept += site.replica.kept()
             site.stream.restart()
             site.scraped = -1
             lost += site.replica.die()
             self._push(t + self._fleet.detect_s, self._down_if_dead, site)
         self._arm(sites[0])
+        for job in kept:
+            call = job.owner
+            assert isinstance(call, Call)
+            self._pairs.gone(t, call)
         for job in lost:
             call = job.owner
             assert isinstance(call, Call)
+            if job is not call.job:
+                self._pairs.lost(t, call, job)
+                continue
             call.job = None
             self._attempt_failed(t, call, FinishReason.ENGINE_GONE)
 

@@ -20,7 +20,18 @@ from sumibi.routing.policies.llmd_weighted import Weighted
 from sumibi.routing.policies.session_sticky import SessionSticky
 from sumibi.routing.policies.sglang_cache_aware import CacheAware
 
-__all__ = ["POLICIES", "PRICED", "SCORERS", "Ask", "Policy", "least", "make_policy", "rerun"]
+__all__ = [
+    "PAIRING",
+    "POLICIES",
+    "PRICED",
+    "SCORERS",
+    "Ask",
+    "Policy",
+    "check_pairing",
+    "least",
+    "make_policy",
+    "rerun",
+]
 
 SCORERS: dict[str, Scorer] = {
     "cost": cost.scores,
@@ -31,6 +42,8 @@ SCORERS: dict[str, Scorer] = {
 """Policies that are functions of a decision record."""
 PRICED = frozenset({"cost"})
 """Those that look at seconds: under another policy only the pick of a record is priced."""
+PAIRING = frozenset({"cost", "round-robin", "random"})
+"""Those that can place prefill and decode on two endpoints."""
 
 _STATEFUL: dict[str, Callable[[RouterConfig], Policy]] = {
     "session-sticky": lambda config: SessionSticky(),
@@ -55,6 +68,15 @@ def make_policy(name: str, config: RouterConfig) -> Policy:
     if name in _STATEFUL:
         return _STATEFUL[name](config)
     raise _unknown(name)
+
+
+def check_pairing(name: str) -> None:
+    """Raises ConfigError if policy `name` cannot place prefill and decode on two endpoints."""
+    if name not in PAIRING:
+        raise ConfigError(
+            f"policy {name} makes no pairs of prefill and decode endpoints, as this fleet needs;"
+            f" {', '.join(each for each in POLICIES if each in PAIRING)} do"
+        )
 
 
 def rerun(decisions: Iterable[Decision], policy: str | None = None) -> Iterator[Rerun]:
