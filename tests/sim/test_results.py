@@ -53,10 +53,38 @@ def test_spread_of_busy_time_by_windows():
 
 def test_work_hits_and_rates():
     calls = Calls()
-    row(calls, arrival_s=0, end_s=10, endpoint=0, prompt_tokens=100, cached_tokens=40, output_tokens=50)
-    row(calls, arrival_s=5, end_s=20, endpoint=1, prompt_tokens=100, cached_tokens=90, output_tokens=150)
-    row(calls, arrival_s=700, end_s=705, endpoint=1, prompt_tokens=300, cached_tokens=30, stage=1)
-    row(calls, arrival_s=6, end_s=25, endpoint=1, prompt_tokens=999, status=Status.TIMEOUT, first_s=NAN)
+    row(
+        calls,
+        arrival_s=0,
+        end_s=10,
+        endpoint=0,
+        prefill=0,
+        prompt_tokens=100,
+        cached_tokens=40,
+        output_tokens=50,
+    )
+    row(
+        calls,
+        arrival_s=5,
+        end_s=20,
+        endpoint=1,
+        prefill=1,
+        prompt_tokens=100,
+        cached_tokens=90,
+        output_tokens=150,
+    )
+    # Computed on one replica, generated on another: the work is the first one's.
+    row(calls, arrival_s=700, end_s=705, endpoint=0, prefill=1, prompt_tokens=300, cached_tokens=30, stage=1)
+    row(
+        calls,
+        arrival_s=6,
+        end_s=25,
+        endpoint=1,
+        prefill=1,
+        prompt_tokens=999,
+        status=Status.TIMEOUT,
+        first_s=NAN,
+    )
     assert calls.done() == [0, 1, 2]
     assert uncached_by_replica(calls, 2) == [60, 280]
     assert hit_rate_over_time(calls) == [(0.0, 130 / 200), (600.0, 0.1)]

@@ -381,11 +381,6 @@ def test_a_shared_store_serves_sessions_that_move():
     assert 0.97 * bound < shared.summary.token_hit_rate <= bound
 
 
-def test_roles_wait_for_a_router_that_places_them():
-    with pytest.raises(ConfigError, match="prefill"):
-        simulate(talks(1, 1), fleet(2, role="prefill"), users=1)
-
-
 def test_a_slow_replica_is_slow():
     faults = [Fault(at_s=0.0, endpoint="replica-0", kind="slow", factor=5.0)]
     run = simulate(
