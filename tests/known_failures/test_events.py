@@ -232,7 +232,7 @@ def test_f26_arrays_maps_and_unknown_events_in_one_batch_all_count():
 def host_blocks(lab):
     """Blocks believed to be in the host memory of `e`."""
     feed = lab.router._fleet.endpoints["e"].feed
-    return lab.router._index.counts[feed._tiers["cpu"]]
+    return lab.router._index.counts[feed.tiers["cpu"]]
 
 
 def test_f28_a_tier_that_never_reports_removals_does_not_grow_for_ever():
@@ -244,8 +244,8 @@ def test_f28_a_tier_that_never_reports_removals_does_not_grow_for_ever():
         assert host_blocks(lab) <= 256
     index, feed = lab.router._index, lab.router._fleet.endpoints["e"].feed
     newest, oldest = keys_of(prompt(99, 8 * BLOCK)), keys_of(prompt(0, 8 * BLOCK))
-    assert all(index.holds(feed._tiers["cpu"], key) for key in newest)
-    assert not any(index.holds(feed._tiers["cpu"], key) for key in oldest)
+    assert all(index.holds(feed.tiers["cpu"], key) for key in newest)
+    assert not any(index.holds(feed.tiers["cpu"], key) for key in oldest)
     assert lab.router.counters().index_blocks_now == host_blocks(lab)
     assert matched(lab, prompt(99, 8 * BLOCK)) == 0  # the host's blocks are no device hits
 

@@ -50,8 +50,10 @@ class Desk:
     def scrape(self, endpoint, **signals):
         self.endpoints[endpoint].signals = Signals(t=self.t, scraped_t=self.t, endpoint=endpoint, **signals)
 
-    def scores(self, chain, *, request=None, tokens=None, among=None, matched=None, session=""):
-        """Scores by endpoint. `matched`: tokens that the router's own index has, by endpoint."""
+    def scores(self, chain, *, request=None, tokens=None, among=None, matched=None, session="", below=None):
+        """Scores by endpoint. `matched`: tokens that the router's own index has, by endpoint; `below`: fields
+        of the candidates about what lies below the device.
+        """
         self.asked += 1
         self.ask = Ask(
             request=request or f"request-{self.asked}",
@@ -67,7 +69,10 @@ class Desk:
             stream=True,
         )
         names = list(among or self.endpoints)
-        found = [candidate(name, matched_tokens=(matched or {}).get(name, 0)) for name in names]
+        found = [
+            candidate(name, matched_tokens=(matched or {}).get(name, 0), **(below or {}).get(name, {}))
+            for name in names
+        ]
         scores = self.policy.choose(self.ask, found, [self.endpoints[name] for name in names])
         return dict(zip(names, scores, strict=True))
 

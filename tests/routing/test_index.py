@@ -29,6 +29,16 @@ def lengths(index, keys, holders):
     return found
 
 
+def assert_path(index, keys, held):
+    """The path names each block's holders, down to one that nobody has or further."""
+    begun = 0
+    for end, holders in index.path(keys, len(keys)):
+        for key in keys[begun:end]:
+            assert holders == sum(1 << h for h in range(3) if (h, key) in held) == index.holders_of(key)
+        begun = end
+    assert all((h, key) not in held for h in range(3) for key in keys[begun : begun + 1])
+
+
 changes = st.lists(
     st.tuples(
         st.sampled_from(["add", "add", "add", "remove", "clear"]),
@@ -58,6 +68,7 @@ def test_runs_equal_a_scan_from_the_root_whatever_comes_and_goes(changes):
         index.check_integrity()
     for path in PATHS:
         assert lengths(index, path, 3) == {h: scan(held, path, h) for h in range(3)}
+        assert_path(index, path, held)
     assert [index.counts[h] for h in range(3)] == [sum(h == holder for h, _ in held) for holder in range(3)]
 
 

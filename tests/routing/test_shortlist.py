@@ -8,11 +8,15 @@ from routing_lab import BLOCK, MODEL, Lab, prompt
 from sumibi.core.latency import LatencyModel
 from sumibi.routing import fleet, placing, recency
 from sumibi.routing.cost import price
-from sumibi.routing.events import Dispatch, Signals
+from sumibi.routing.events import Dispatch, Signals, Tier
 from sumibi.routing.floors import ROUNDING, Floors, rows
 
 NAMES = [str(i) for i in range(24)]
 FAST = LatencyModel(a_s=0.02, b_s=2e-4, q_s=1e-7, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
+TIERS = [
+    Tier(name="cpu", tokens=6000, gb_per_s=1.0, latency_s=0.01),
+    Tier(name="pool", shared=True, tokens=30_000, gb_per_s=0.5),
+]
 SLOW = LatencyModel(a_s=0.1, b_s=1e-3, q_s=1e-6, d0_s=0.02, d1_s=2e-3, d2_s=2e-6)
 
 
@@ -20,7 +24,7 @@ class Traffic:
     """Agents' turns, forks and one-shot prompts, priorities, adapters' worth of foreign load, full batches,
     restarts, refusals and held requests, on two kinds of hardware that turn out slower than thought."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, tiers=()):
         self.random = Random(seed)
         self.lab = Lab(check=False)
         self.seed = seed
@@ -28,7 +32,8 @@ class Traffic:
         self.picks = []
         for i, name in enumerate(NAMES):
             latency = SLOW if i % 3 == 0 else FAST
-            self.lab.up(name, kv_tokens=3000, max_sequences=4, latency=latency)
+            self.lab.up(name, kv_tokens=3000, max_sequences=4, latency=latency, tiers=list(tiers))
+        self.usage = {"output_tokens": 20} if tiers else {"output_tokens": 20, "cached_tokens": 0}
         self.sessions = [prompt(("agent", i % 3), 10 * BLOCK) + prompt(i, 5 * BLOCK) for i in range(30)]
 
     def place(self, instructions):
@@ -55,7 +60,7 @@ class Traffic:
                 request[1] = True
             else:
                 self.under_way.remove(request)
-                self.place(lab.finish(request[0], dt=0.01, output_tokens=20, cached_tokens=0))
+                self.place(lab.finish(request[0], dt=0.01, **self.usage))
         name = random.choice(NAMES)
         if random.random() < 0.05:
             self.place(lab.tell(Signals, endpoint=name, scraped_t=lab.t, running=9, waiting=3))
@@ -72,13 +77,13 @@ def always_fresh(monkeypatch):
     monkeypatch.setattr(fleet, "MOST_CHANGES", 100)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_pick_is_that_among_all(seed, monkeypatch):
+@pytest.mark.parametrize(("seed", "tiers"), [(0, ()), (1, ()), (2, ()), (0, TIERS), (1, TIERS)])
+def test_the_pick_is_that_among_all(seed, tiers, monkeypatch):
     always_fresh(monkeypatch)
     picks, priced = [], []
     for many in (len(NAMES), 1):
         monkeypatch.setattr(placing, "MANY", many)
-        traffic = Traffic(seed)
+        traffic = Traffic(seed, tiers)
         for number in range(300):
             traffic.step(number)
         traffic.lab.router.check_integrity()
@@ -89,13 +94,16 @@ def test_the_pick_is_that_among_all(seed, monkeypatch):
     assert picks[0] == picks[1]
     assert len({candidate.endpoint for candidate in picks[0][-200:]}) > 12
     assert set(priced[0]) == {len(NAMES)}
-    assert sum(priced[1]) < sum(priced[0]) * 0.7
+    # A store makes endpoints more alike.
+    assert sum(priced[1]) < sum(priced[0]) * (0.75 if tiers else 0.7)
+    fetched = [d.picked.host_tokens > 0 or d.picked.store_tokens > 0 for d in decisions]
+    assert sum(fetched) > 50 if tiers else not any(fetched)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(seed, monkeypatch):
+@pytest.mark.parametrize(("seed", "tiers"), [(0, ()), (1, ()), (0, TIERS)])
+def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(seed, tiers, monkeypatch):
     always_fresh(monkeypatch)
-    traffic, near = Traffic(seed), []
+    traffic, near = Traffic(seed, tiers), []
     for number in range(200):
         traffic.step(number)
         lab = traffic.lab

@@ -185,8 +185,16 @@ def test_equal_seeds_give_equal_runs_and_others_do_not():
     assert columns(first) != columns(other)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_log_of_a_run_replays_to_the_same_decisions(policy, monkeypatch):
+TIERS = {
+    "host": HostTier(tokens=40_000, gb_per_s=5.0),
+    "store": Store(tokens=400_000, gb_per_s=10.0, latency_s=0.005),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "below"), [*((policy, {}) for policy in POLICIES), ("cost", TIERS), ("dynamo-kv", TIERS)]
+)
+def test_the_log_of_a_run_replays_to_the_same_decisions(policy, below, monkeypatch):
     routers: list[Router] = []
 
     class Kept(Router):
@@ -197,7 +205,8 @@ def test_the_log_of_a_run_replays_to_the_same_decisions(policy, monkeypatch):
     monkeypatch.setattr(world, "Router", Kept)
     log = io.BytesIO()
     faults = [Fault(at_s=20, endpoint="replica-1", kind="restart", until_s=30)]
-    simulate(talks(30, 8), fleet(kv_tokens=20_000, faults=faults), policy=policy, users=20, log=log)
+    spec = fleet(kv_tokens=20_000, faults=faults, **below)
+    simulate(talks(30, 8), spec, policy=policy, users=20, log=log)
     (again,) = replay(log.getvalue().splitlines())
     live = routers[0]
     assert len(live.decisions(1000)) > 200
@@ -379,6 +388,53 @@ def test_a_shared_store_serves_sessions_that_move():
     assert without.summary.token_hit_rate < 0.75 * bound
     # Blocks of a prompt under way elsewhere are not there yet.
     assert 0.97 * bound < shared.summary.token_hit_rate <= bound
+
+
+@pytest.mark.parametrize("events", [True, False])
+@pytest.mark.parametrize("tiers", ["host", "store", "both"])
+def test_what_lies_below_the_device_is_predicted(tiers, events):
+    host = HostTier(tokens=80_000, gb_per_s=5.0) if tiers != "store" else None
+    store = Store(tokens=1_000_000, gb_per_s=10.0, latency_s=0.005) if tiers != "host" else None
+    spec = fleet(2, kv_tokens=20_000, host=host, store=store, kv_event_delay_s=0.05 if events else None)
+    workload = talks(60, 8)
+    workload.start_spread_s = 10.0
+    run = simulate(workload, spec, users=50)
+    predicted, cached = sum(run.calls.predicted_tokens), sum(run.calls.cached_tokens)
+    assert sum(run.calls.lower_tokens) > 0.1 * cached
+    assert predicted == pytest.approx(cached, rel=0.02 if events else 0.08)
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "moves"), [(20.0, True), (0.02, False), (None, True)], ids=["fast", "slow", "none"]
+)
+def test_a_turn_is_fetched_computed_elsewhere_or_waits_at_home_whichever_is_quickest(gb_per_s, moves):
+    """Its home is busy for 5 s more when it comes. Elsewhere its 6,400 tokens of 100,000 bytes take 0.03 s
+    from the fast store, 32 s from the slow one; computing them 0.4 s.
+    """
+    keys = [5_000_000 + i for i in range(101)]
+    first = Turn(blocks=array("I", range(100)), prompt_tokens=6_410, output_tokens=1)
+    second = Turn(blocks=array("I", range(101)), prompt_tokens=6_480, output_tokens=1, after=0, delay_s=11.0)
+    talking = Session("talk", keys, [first, second], start_s=0.0)
+    short, long = one_shots([10.0], 10_000, 1).sessions, one_shots([0.0, 10.01], 60_000, 1).sessions[1:]
+    workload = Workload("two", BLOCK, [talking, *short, *long])
+    store = Store(tokens=1_000_000, gb_per_s=gb_per_s, latency_s=0.0) if gb_per_s else None
+    spec = fleet(2, kv_tokens=1_000_000, kv_bytes_per_token=100_000, store=store)
+    calls = simulate(workload, spec, wrong_constants=False, noise=0.0).calls
+    rows = [i for i in range(len(calls)) if calls.session[i] == 0]
+    one, two = sorted(rows, key=lambda i: calls.turn[i])
+    (ahead,) = [i for i in range(len(calls)) if calls.prompt_tokens[i] == 60_000]
+    assert calls.endpoint[one] == calls.endpoint[ahead], "its home is busy"
+    assert (calls.endpoint[two] != calls.endpoint[one]) is moves
+    ttft_s = calls.first_s[two] - calls.arrival_s[two]
+    if not moves:
+        assert 4.0 < ttft_s < 6.0
+    elif gb_per_s:
+        reused = 100 * BLOCK
+        fetch_s = reused * 100_000 / (gb_per_s * 1e9)
+        chunk_s = max(0.0136, MODEL.prefill_s(6_480 - reused, reused))
+        assert ttft_s == pytest.approx(spec.overhead_s + fetch_s + chunk_s, rel=0.01)
+    else:
+        assert ttft_s == pytest.approx(spec.overhead_s + MODEL.prefill_s(6_480), rel=0.01)
 
 
 def test_a_slow_replica_is_slow():

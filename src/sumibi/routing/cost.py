@@ -1,6 +1,6 @@
 """What a request costs at an endpoint, in seconds, by its parts.
 
-    total = max(wait, pending, room) + compute + delay + evict + balance
+    total = max(wait, pending, room) + fetch + compute + delay + evict + balance
 
 Each part is time that somebody spends because the request goes there, so they add without weights:
 
@@ -11,7 +11,9 @@ wait     until the endpoint can begin: the prefills reserved before it (engines 
 pending  until blocks that another request is computing there are done. Its prefill is part of the wait
          already, hence the maximum. Pending blocks are never a hit.
 room     until enough of those who run there are over, where their KV leaves too little for this one.
-compute  prefill of the tokens that are neither there nor pending.
+fetch    until what lies below the device has come to it (`lower`). The endpoint computes for others
+         meanwhile, so nobody else waits for it.
+compute  prefill of the tokens that are neither there, on the device or below, nor pending.
 delay    for those decoding there (DECODE): each stands still while this prefill is computed, and each later
          step is longer by one sequence. Those of a higher priority count for more, of a lower one for
          less. And for those expected back while it is computed, by the times after which prefixes
@@ -19,7 +21,8 @@ delay    for those decoding there (DECODE): each stands still while this prefill
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
          times the chance that it is wanted again after so long (`recency`). Little where finished
          conversations lie, much where a cache is full of live ones; and before it is full, for what will
-         be pushed out as they grow (CROWD).
+         be pushed out as they grow (CROWD). What goes to a tier below costs the fetch, not the prefill, by
+         the same chance; what falls out of that one is lost, unless a store has it.
 balance  the prefill itself, wherever it is computed (WORK), more where more than its share was computed
          lately: conversations stay, so such an endpoint will be asked for more.
 
@@ -31,6 +34,7 @@ Times come from the endpoint's own latency model as learnt so far.
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.fleet import Endpoint
+from sumibi.routing.lower import NO_FETCH, Fetch, Kind
 
 WORK = 0.3
 """A second of prefill costs so much more than the seconds it is waited for: even an idle endpoint will be
@@ -74,16 +78,18 @@ def price(
     few_s: float,
     ahead_s: float = 0.0,
     priority: int = 0,
+    below: Fetch = NO_FETCH,
 ) -> Candidate:
     """The cost of one request at one endpoint, now. `output_tokens` is what it is expected to generate,
-    `level_s` what the candidates computed lately, on average, and `few_s`, which is some prefills more.
+    `level_s` what the candidates computed lately, on average, and `few_s`, which is some prefills more;
+    `below` is what it fetches.
     """
     learner, load = endpoint.learner, endpoint.load
     learner.sync()
     start, work_factor, decode_factor = learner.start, learner.work_factor, learner.decode_factor
     foreign_running, foreign_waiting = endpoint.foreign(t) if endpoint.has_foreign else (0.0, 0.0)
 
-    reused = matched_tokens + pending_tokens
+    reused = matched_tokens + below.tokens + pending_tokens
     new = prompt_tokens - reused
     work_s = new * (start.b_s + start.q_s * (reused + new / 2)) * work_factor
     compute_s = start.a_s * learner.fixed_factor + work_s
@@ -109,25 +115,37 @@ def price(
     if capacity and inflight:
         # Who runs keeps what it has. Where that leaves no room, so many have to finish first.
         in_use = recency.pinned_blocks * block_tokens + answers_tokens
-        excess = in_use + new + output_tokens / 2 - capacity
+        excess = in_use + new + below.tokens + output_tokens / 2 - capacity
         if in_use and excess > 0:
             step_s = start.d0_s * decode_factor + inflight * step_growth_s
             room_s = min(1.0, excess / in_use) * output_tokens * step_s
     delay_s += RETURNS * (recency.delay_s(wait_s + compute_s) - recency.delay_s(wait_s))
 
+    lower = endpoint.lower
     evict_s = 0.0
     if capacity:
-        needed = min(new + output_tokens, capacity)
+        needed = min(new + below.tokens + output_tokens, capacity)
+        on_device = endpoint.resident_blocks() * block_tokens
+        room: float = capacity
+        kept, freed = on_device, 0
+        if lower is not None:
+            # What its own tiers below keep is not lost; what is fetched from them leaves them.
+            room, kept, freed = endpoint.room_tokens(), endpoint.kept_tokens(block_tokens), below.own_tokens
         coming = load.prefill_tokens + answers_tokens
         live_tokens = recency.live_blocks * block_tokens + coming
-        crowd = min(1.0, (live_tokens + needed / 2) / capacity)
+        crowd = min(1.0, (live_tokens + needed / 2) / room)
         evict_s = work_s * CROWD * crowd**POWER
-        over = needed - max(0, capacity - endpoint.resident_blocks() * block_tokens - coming)
+        over = needed - freed - max(0, room - kept - coming)
         if over > 0:
             evict_s = EVICT * recency.loss_s(-int(-over // block_tokens)) * work_factor
+        if lower is not None:
+            leaves = needed - max(0, capacity - on_device - coming)
+            evict_s = lower.evict_s(evict_s, recency, over, leaves, endpoint.below_blocks(), block_tokens)
 
     balance_s = work_s * (WORK + imbalance(endpoint.work_lately_s(t) + few_s, level_s))
 
+    start_s = max(wait_s, pending_s, room_s)
+    fetch_s = below.takes_s(t + start_s) if below.tokens else 0.0
     return Candidate(
         endpoint.name,
         endpoint.grade,
@@ -140,8 +158,12 @@ def price(
         delay_s,
         evict_s,
         balance_s,
-        max(wait_s, pending_s, room_s) + compute_s + delay_s + evict_s + balance_s,
+        start_s + fetch_s + compute_s + delay_s + evict_s + balance_s,
         inflight,
         load.prefill_tokens,
         endpoint.dispatched,
+        below.of(Kind.HOST) if below.tokens else 0,
+        below.of(Kind.DISK) if below.tokens else 0,
+        below.of(Kind.STORE) if below.tokens else 0,
+        fetch_s,
     )

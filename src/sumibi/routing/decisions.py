@@ -27,7 +27,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     endpoint: str
     grade: Grade
     matched_tokens: int
-    """Prompt tokens whose KV is there."""
+    """Prompt tokens whose KV is there, on the device."""
     pending_tokens: int
     """Further ones that another request is computing there."""
     wait_s: float
@@ -51,6 +51,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Prompt tokens that our requests there still have to compute."""
     dispatched: int
     """Requests sent there so far."""
+    host_tokens: int = 0
+    """Further prompt tokens that it fetches from its host's memory."""
+    disk_tokens: int = 0
+    """From another tier of its own."""
+    store_tokens: int = 0
+    """From a store that it shares with others."""
+    fetch_s: float = 0.0
+    """Until all these have come: before what is left is computed."""
     prefill: str = ""
     """The endpoint that is to compute the prompt; empty: `endpoint` itself."""
     local_tokens: int = 0
@@ -60,17 +68,22 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Of a pair: from the end of the prefill to the first token, a place and room at `endpoint` given."""
 
     @property
+    def fetched_tokens(self) -> int:
+        """Prompt tokens whose KV comes from below the device."""
+        return self.host_tokens + self.disk_tokens + self.store_tokens
+
+    @property
     def reused_tokens(self) -> int:
         """Prompt tokens that need not be computed: what the engine should report as cached."""
-        return self.matched_tokens + self.pending_tokens
+        return self.matched_tokens + self.fetched_tokens + self.pending_tokens
 
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
         if self.prefill:
-            ready_s = max(self.wait_s, self.pending_s) + self.compute_s
+            ready_s = max(self.wait_s, self.pending_s) + self.fetch_s + self.compute_s
             return max(ready_s, self.room_s) + self.transfer_s
-        return max(self.wait_s, self.pending_s, self.room_s) + self.compute_s
+        return max(self.wait_s, self.pending_s, self.room_s) + self.fetch_s + self.compute_s
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -190,6 +203,7 @@ def _brief(c: Candidate, score: float) -> dict[str, object]:
         "wait_s": c.wait_s,
         "pending_s": c.pending_s,
         "room_s": c.room_s,
+        **({"fetch_s": c.fetch_s} if c.fetched_tokens else {}),
         "compute_s": c.compute_s,
         "delay_s": c.delay_s,
         "evict_s": c.evict_s,
@@ -206,6 +220,7 @@ def _brief(c: Candidate, score: float) -> dict[str, object]:
         "grade": c.grade,
         "matched_tokens": c.matched_tokens,
         "pending_tokens": c.pending_tokens,
+        **({"fetched_tokens": c.fetched_tokens} if c.fetched_tokens else {}),
         **{name: round(value, 4) for name, value in seconds.items() if priced},
         "inflight": round(c.inflight, 1),
     }

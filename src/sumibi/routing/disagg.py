@@ -1,10 +1,10 @@
 """Prefill on one endpoint, decode on another: what such a pair costs, and why one is taken or not.
 
     total = max(ready, room) + transfer + delay + evict + balance
-    ready = max(wait, pending) + compute
+    ready = max(wait, pending) + fetch + compute
 
-The first endpoint's share (wait, pending, compute, and its delay, evict and balance) is its price in `cost`
-for a request that generates one token. The second one's:
+The first endpoint's share (wait, pending, fetch, compute, and its delay, evict and balance) is its price in
+`cost` for a request that generates one token. The second one's:
 
 room      until there is a place in its batch, and KV that those who run there leave it.
 transfer  the KV of what it lacks of the prompt, over the slower of the two links; then the request's way
@@ -44,6 +44,8 @@ class Share(NamedTuple):
 
     endpoint: Endpoint
     local_tokens: int
+    fetch_s: float
+    """Until those of them have come that lie below its device: beside the transfer."""
     room_s: float
     after_s: float
     """Beside the transfer, from the end of the prefill to the first token."""
@@ -92,12 +94,17 @@ def share(
         # What comes over the link is not resident yet, but in use in `recency`.
         coming = load.prefill_tokens + load.coming_kv_tokens + answers_tokens
         live_tokens = recency.live_blocks * block_tokens + load.prefill_tokens + answers_tokens
-        crowd = min(1.0, (live_tokens + needed / 2) / capacity)
+        room: float = capacity
+        kept = endpoint.resident_blocks() * block_tokens
+        if endpoint.lower is not None:
+            room, kept = endpoint.room_tokens(), endpoint.kept_tokens(block_tokens)
+        crowd = min(1.0, (live_tokens + needed / 2) / room)
         evict_s = work_s * CROWD * crowd**POWER
-        over = needed - max(0, capacity - endpoint.resident_blocks() * block_tokens - coming)
+        over = needed - max(0, room - kept - coming)
         if over > 0:
             evict_s = EVICT * recency.loss_s(-int(-over // block_tokens)) * learner.work_factor
-    return Share(endpoint, local, room_s, learner.overhead_s + step_s + step_growth_s, delay_s, evict_s)
+    after_s = learner.overhead_s + step_s + step_growth_s
+    return Share(endpoint, local, there.fetch_s, room_s, after_s, delay_s, evict_s)
 
 
 class Cost(NamedTuple):
@@ -111,8 +118,8 @@ class Cost(NamedTuple):
 def cost(leg: Candidate, source: Endpoint, part: Share, prompt_tokens: int) -> Cost:
     """Of a prefill endpoint, as priced by itself, with a decode endpoint."""
     moved_s = part.endpoint.transfers.predict_s(prompt_tokens - part.local_tokens, source.transfers.link)
-    transfer_s = moved_s + part.after_s
-    ready_s = max(leg.wait_s, leg.pending_s, leg.room_s) + leg.compute_s
+    transfer_s = max(moved_s, part.fetch_s) + part.after_s
+    ready_s = max(leg.wait_s, leg.pending_s, leg.room_s) + leg.fetch_s + leg.compute_s
     ttft_s = max(ready_s, part.room_s) + transfer_s
     total_s = ttft_s + (leg.delay_s + part.delay_s) + (leg.evict_s + part.evict_s) + leg.balance_s
     return Cost(transfer_s, ttft_s, total_s)
@@ -139,6 +146,10 @@ def combine(leg: Candidate, part: Share, cost: Cost) -> Candidate:
         prefill=leg.endpoint,
         local_tokens=part.local_tokens,
         transfer_s=cost.transfer_s,
+        host_tokens=leg.host_tokens,
+        disk_tokens=leg.disk_tokens,
+        store_tokens=leg.store_tokens,
+        fetch_s=leg.fetch_s,
     )
 
 
@@ -202,6 +213,9 @@ def blind(
             one,
             matched_tokens=chosen[one.endpoint].matched_tokens,
             pending_tokens=chosen[one.endpoint].pending_tokens,
+            host_tokens=chosen[one.endpoint].host_tokens,
+            disk_tokens=chosen[one.endpoint].disk_tokens,
+            store_tokens=chosen[one.endpoint].store_tokens,
             prefill=chosen[one.endpoint].endpoint,
             local_tokens=one.reused_tokens,
         )
@@ -236,10 +250,11 @@ def reason(found: Sequence[Candidate], pick: int) -> str:
 def _parts(c: Candidate) -> dict[str, float]:
     """Parts of the total that sum up to it."""
     return {
-        "wait": c.ttft_s - c.compute_s - c.transfer_s,
+        "wait": c.ttft_s - c.fetch_s - c.compute_s - c.transfer_s,
         "compute": c.compute_s,
         "transfer": c.transfer_s,
         "delay": c.delay_s,
         "evict": c.evict_s,
         "balance": c.balance_s,
+        "fetch": c.fetch_s,
     }

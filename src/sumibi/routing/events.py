@@ -172,6 +172,21 @@ class Finished(Event, frozen=True):
     output_tokens: int | None = None
 
 
+class Tier(msgspec.Struct, frozen=True, kw_only=True):
+    """A place below the device that an endpoint fetches KV from."""
+
+    name: str
+    """As its KV events name the medium, in lower case (`cpu`). Of a shared one: its own name."""
+    shared: bool = False
+    """Several endpoints read it, those that give this name, and each writes what it computes to it."""
+    tokens: int | None = None
+    """Its room; None: not known, taken as endless."""
+    gb_per_s: float | None = None
+    """Of a read (10^9 bytes); None: usual for its kind (`lower.USUAL`), as with the next."""
+    latency_s: float | None = None
+    """Before the first byte."""
+
+
 class EndpointUp(Event, frozen=True):
     """An endpoint is (again) ready to take requests. Repeated for a known one, it updates the fields."""
 
@@ -185,6 +200,8 @@ class EndpointUp(Event, frozen=True):
     """Capacity of its device KV cache."""
     max_sequences: int | None = None
     """Sequences it runs at once (vLLM's --max-num-seqs)."""
+    tiers: list[Tier] = []
+    """Below its device. One that only its KV events tell of counts with what is usual for its kind."""
     has_events: bool = False
     has_replay: bool = False
     latency: LatencyModel | None = None
@@ -195,7 +212,7 @@ class EndpointUp(Event, frozen=True):
     revision: str = ""
     """Version of its deployed set: KV goes from one endpoint to another only within one."""
     kv_bytes_per_token: int | None = None
-    """For transfers, like `link`; None takes the router's default."""
+    """For transfers, like `link`, and fetches from `tiers`; None takes the router's default."""
     link: LinkModel | None = None
 
 

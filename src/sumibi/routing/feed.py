@@ -1,8 +1,8 @@
 """What KV events say of one endpoint's cache: batches put in order, turned into keys, kept in the index.
 
 Joins `sequence` (which batches count), `source` (what they mean) and the index (who holds what). The device
-is a holder in the index; every lower tier that reports is a holder of its own, tracked but not yet worth
-anything to the cost.
+is a holder in the index; every lower tier that reports is a holder of its own, but for stores, whose holder
+all endpoints that read one have in common.
 """
 
 from sumibi.core.kvevents import EventBatch
@@ -10,6 +10,7 @@ from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
 from sumibi.routing.events import Change, KeysAdded, KeysCopied, KeysRemoved, TierCleared
 from sumibi.routing.index import BlockIndex
+from sumibi.routing.lower import Store
 from sumibi.routing.sequence import Sequence
 from sumibi.routing.source import DEVICE, Source
 
@@ -21,7 +22,7 @@ LAG_BOUNDS_S = (0.1, 5.0)
 class Feed:
     """One endpoint's KV events and what is known from them."""
 
-    __slots__ = ("_count", "_index", "_tiers", "device", "lag_s", "left_out", "sequence", "source")
+    __slots__ = ("_count", "_index", "device", "lag_s", "left_out", "sequence", "source", "stores", "tiers")
 
     def __init__(
         self,
@@ -45,7 +46,10 @@ class Feed:
             max_orphan_blocks=config.max_orphan_blocks,
         )
         self.device = index.new_holder()
-        self._tiers = {DEVICE: self.device}
+        self.tiers = {DEVICE: self.device}
+        """Holder of each tier that was told of, but for stores."""
+        self.stores: dict[str, Store] = {}
+        """By name: what it says of these is not about it alone."""
         self.left_out = 0
         """Blocks that the index had no room for."""
         self.lag_s = LAG_START_S
@@ -68,9 +72,14 @@ class Feed:
         """Take changes into the index."""
         index = self._index
         for change in changes:
-            holder = self._tiers.get(change.tier)
+            holder = self.tiers.get(change.tier)
             if holder is None:
-                holder = self._tiers[change.tier] = index.new_holder()
+                store = self.stores.get(change.tier)
+                if store is not None:
+                    store.hear()
+                    holder = store.told
+                else:
+                    holder = self.tiers[change.tier] = index.new_holder()
             match change:
                 case KeysAdded(_, parent, keys):
                     left_out = index.add(holder, parent, keys)
@@ -94,10 +103,10 @@ class Feed:
         """Nothing is known any more."""
         self.source.clear()
         self.left_out = 0
-        for holder in self._tiers.values():
+        for holder in self.tiers.values():
             self._index.clear(holder)
 
     def close(self) -> None:
         """Leave the index for good."""
-        for holder in self._tiers.values():
+        for holder in self.tiers.values():
             self._index.remove_holder(holder)

@@ -10,19 +10,23 @@ replaces our own count: between scrapes, however long, the ledger speaks.
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
+from sumibi.core.prefixcache import PrefixCache
 from sumibi.routing.config import RouterConfig
-from sumibi.routing.events import EndpointUp, Grade, Role, Signals
+from sumibi.routing.events import EndpointUp, Grade, Role, Signals, Tier
 from sumibi.routing.feed import Feed
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.learning import Hardware, Learner, Transfers
 from sumibi.routing.ledger import Load, Owner, inflight_since
+from sumibi.routing.lower import Link, Lower, Place, Run, Store, TierView
 from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
 from sumibi.routing.returns import ReturnTimes
+from sumibi.routing.source import DEVICE
 
 if TYPE_CHECKING:
     from sumibi.routing.floors import Rows
@@ -43,6 +47,10 @@ SHARE_EPOCH_S = 64 * SHARE_HALF_LIFE_S
 """What endpoints computed is summed as of times this far apart."""
 SMALLEST_BLOCK_TOKENS = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
+
+
+_TRUST = (Grade.NONE, Grade.APPROXIMATE, Grade.EXACT)
+"""The lowest first."""
 
 
 class Changes:
@@ -75,7 +83,7 @@ class BusyPeriod:
     So the latency model is learnt from periods, not from requests.
     """
 
-    __slots__ = ("prefills", "since_t", "sound", "work_ns")
+    __slots__ = ("fetch_s", "prefills", "since_t", "sound", "work_ns")
 
     def __init__(self) -> None:
         self.reset(None)
@@ -85,6 +93,8 @@ class BusyPeriod:
         self.since_t = since_t
         self.prefills = 0
         self.work_ns = 0
+        self.fetch_s = 0.0
+        """Predicted of what they had fetched."""
         self.sound = True
         """False once something happened in it whose work is not known (an aborted prefill, ...)."""
 
@@ -96,6 +106,8 @@ class Endpoint:
         "_changes",
         "_half_life_s",
         "_index",
+        "_links",
+        "_most_below_blocks",
         "_suspect",
         "_unreachable_t",
         "_up",
@@ -114,6 +126,7 @@ class Endpoint:
         "kv_tokens",
         "learner",
         "load",
+        "lower",
         "max_sequences",
         "models",
         "name",
@@ -123,6 +136,8 @@ class Endpoint:
         "revision",
         "role",
         "signals",
+        "stores",
+        "tiers",
         "transfers",
         "typical_prefill_s",
         "worked_s",
@@ -146,6 +161,14 @@ class Endpoint:
         """Its KV events arrive at present."""
         self.kv_tokens: int | None = None
         self.max_sequences: int | None = None
+        self.tiers: list[Tier] = []
+        """Below its device, as it said itself."""
+        self.lower: Lower | None = None
+        """What is known to be below its device; None: nothing."""
+        self._links: dict[str, Link] = {}
+        """Of tiers of its own, by name."""
+        self.stores: dict[str, Store] = {}
+        """Those that it reads, by name."""
         self.process_start_s: float | None = None
         self.role = Role.BOTH
         self.revision = ""
@@ -167,6 +190,7 @@ class Endpoint:
         self.learn_from(config.latency, Hardware(config.latency))
         self._half_life_s = config.foreign_half_life_s
         self._index = index
+        self._most_below_blocks = config.max_lower_tier_blocks
 
     @property
     def up(self) -> bool:
@@ -209,7 +233,10 @@ class Endpoint:
         """Blocks believed to be in its device cache."""
         counts = self._index.counts
         known = counts[self.recall.holder]
-        return known if self.feed is None else known + counts[self.feed.device]
+        if self.feed is not None:
+            return known + counts[self.feed.device]
+        lower = self.lower
+        return known if lower is None or lower.front is None else min(known, lower.front.blocks)
 
     def worked(self, work_s: float, t: float) -> None:
         """A prefill of so much work was placed here."""
@@ -231,17 +258,32 @@ class Endpoint:
         )
 
     def overfull(self, block_tokens: int) -> bool:
-        """Whether the prefills that were sent there will evict something before they are computed.
+        """Whether the prefills that were sent there will evict something before they are computed, so that
+        it is nowhere below either.
 
         Not where lower tiers, which nobody tells of, seem to keep what the device evicts.
         """
-        tokens = self.load.prefill_tokens
-        return (
-            tokens > 0
-            and self.kv_tokens is not None
-            and not self.recall.below_blocks
-            and self.resident_blocks() * block_tokens + tokens > self.kv_tokens
-        )
+        tokens, lower = self.load.prefill_tokens, self.lower
+        if not tokens or self.kv_tokens is None or self.recall.below_blocks:
+            return False
+        if lower is not None:
+            return not lower.stores and self.kept_tokens(block_tokens) + tokens > self.room_tokens()
+        return self.resident_blocks() * block_tokens + tokens > self.kv_tokens
+
+    def room_tokens(self) -> float:
+        """Of its device, and of its own tiers below."""
+        return (self.kv_tokens or 0) + (self.lower.own_tokens if self.lower is not None else 0)
+
+    def kept_tokens(self, block_tokens: int) -> int:
+        """Tokens in them."""
+        return (self.resident_blocks() + self.below_blocks()) * block_tokens
+
+    def below_blocks(self) -> int:
+        """Blocks believed to be in its own tiers below the device."""
+        feed, counts = self.feed, self._index.counts
+        if feed is None:
+            return max(0, counts[self.recall.holder] - self.resident_blocks())
+        return sum([counts[holder] for holder in feed.tiers.values() if holder != feed.device])
 
     def touch(self) -> None:
         """Its load, learnt model or order of victims changed."""
@@ -262,13 +304,87 @@ class Endpoint:
 
     def _has(self, key: int) -> bool:
         index, feed = self._index, self.feed
+        if self.lower is not None and feed is not None:
+            held = 1 << self.recall.holder | sum([1 << holder for holder in feed.tiers.values()])
+            return bool(index.holders_of(key) & held)
         return index.holds(self.recall.holder, key) or (feed is not None and index.holds(feed.device, key))
+
+    def read_tiers(self, tiers: Sequence[Tier], stores: dict[str, Store], block_tokens: int) -> None:
+        """It says that these are below its device; `stores` are the shared ones among them, by name."""
+        self.tiers, self.stores = list(tiers), stores
+        self.see_tiers(block_tokens)
+
+    def see_tiers(self, block_tokens: int) -> None:
+        """Have `lower` as of what it said itself and what its KV events have told of."""
+        feed = self.feed
+        told = {} if feed is None else feed.tiers
+        if feed is not None:
+            feed.stores = self.stores
+        tiers = [*self.tiers]
+        known = {tier.name for tier in tiers}
+        tiers += [Tier(name=name) for name in told if name != DEVICE and name not in known]
+        places = []
+        for tier in tiers:
+            store = self.stores.get(tier.name)
+            if store is not None:
+                holders, link = store.holders, store.link
+            else:
+                holders = 1 << told[tier.name] if tier.name in told else 0
+                link = self._links.setdefault(tier.name, Link())
+            places.append(Place(tier, self.transfers.bytes_per_token, holders, link, store))
+        before, self.lower = self.lower, Lower(places) if places else None
+        if before is None and self.lower is None:
+            return
+        device = self.kv_tokens // block_tokens if self.kv_tokens else 0
+        if device and self.lower is not None:
+            own = self.lower.own_tokens
+            below = int(min(own // block_tokens, self._most_below_blocks))
+            if feed is None and self.lower.own is not None:
+                kept = before.front if before is not None else None
+                self.lower.front = kept or PrefixCache(device)
+                self.lower.front.capacity = device
+            self.recall.device_blocks = max(1, device + (below if feed is None else 0))
+            self.recency.limit(max(1, device + below))
+        self._changes.count_up()
+
+    def run(self, keys: Sequence[int], path: list[tuple[int, int]], device: int) -> Run:
+        """How far it has a prompt, and where: `device` leading blocks on the device. `path`: the index's."""
+        lower = self.lower
+        if lower is None or self.suspect is not None:
+            return [(device, None)] if device else []
+        return lower.run(keys, path, device, self.holders)
+
+    def view_tiers(self) -> list[TierView]:
+        """What is known of each tier."""
+        counts, feed = self._index.counts, self.feed
+        seen = []
+        for place in self.lower.places if self.lower is not None else ():
+            store = place.store
+            told = store.announced if store is not None else feed is not None and place.name in feed.tiers
+            if store is not None:
+                blocks = counts[store.told] + counts[store.recall.holder]
+            elif feed is not None:
+                blocks = counts[feed.tiers[place.name]] if told else 0
+            else:
+                blocks = self.below_blocks() if self.lower is not None and place is self.lower.own else 0
+            seen.append(
+                TierView(
+                    name=place.name,
+                    kind=place.kind,
+                    blocks=blocks,
+                    tokens=None if place.tokens == inf else int(place.tokens),
+                    gb_per_s=self.transfers.bytes_per_token / place.token_s / 1e9,
+                    grade=self.grade if told else min(self.grade, Grade.APPROXIMATE, key=_TRUST.index),
+                )
+            )
+        return seen
 
     def attach(self, feed: Feed) -> None:
         """Its KV events are followed from now on."""
         if self.feed is not None:
             self.feed.close()
         self.feed = feed
+        feed.stores = self.stores
         self.holders = 1 << self.recall.holder | 1 << feed.device
         self._changes.count_up()
 
@@ -335,6 +451,9 @@ class Endpoint:
         self.has_foreign = False
         self.recall.clear()
         self.recency.clear()
+        self._links.clear()
+        if self.lower is not None and self.lower.front is not None:
+            self.lower.front.clear()
         if self.feed is not None:
             self.feed.forget()
 
@@ -369,7 +488,17 @@ class Model:
 class Roster:
     """Endpoints that a request may go to, and what follows from who they are."""
 
-    __slots__ = ("at", "changes", "endpoints", "groups", "holders", "places", "rows", "trusted")
+    __slots__ = (
+        "at",
+        "changes",
+        "endpoints",
+        "groups",
+        "has_lower",
+        "holders",
+        "places",
+        "rows",
+        "trusted",
+    )
 
     def __init__(self, endpoints: list[Endpoint], changes: Changes) -> None:
         self.endpoints = endpoints
@@ -378,6 +507,8 @@ class Roster:
         """By priority, see `floors`."""
         self.at = {endpoint: place for place, endpoint in enumerate(endpoints)}
         self.holders = [endpoint.holders for endpoint in endpoints]
+        self.has_lower = any(endpoint.lower is not None for endpoint in endpoints)
+        """Some have tiers below their devices."""
         self.trusted = 0
         """Holders (a bit set) whose blocks count: not those of suspects."""
         self.places: dict[int, int] = {}
@@ -404,6 +535,8 @@ class Fleet:
         self._hardware: dict[LatencyModel, Hardware] = {}
         self.endpoints: dict[str, Endpoint] = {}
         self.models: dict[str, Model] = {}
+        self.stores: dict[str, Store] = {}
+        """Those that any endpoint ever read, by name."""
         self._changes = Changes()
         self._rosters: dict[str, Roster] = {}
         """By model, as of the change `_rosters_as_of`."""
@@ -449,6 +582,8 @@ class Fleet:
         if left:
             # One that comes back may have other weights, as an adapter that is loaded anew.
             endpoint.recall.forget(left)
+            for store in endpoint.stores.values():
+                store.recall.forget(left)
         for name in endpoint.models:
             model = self.models.setdefault(name, Model(name))
             model.endpoints[endpoint.name] = endpoint
@@ -458,7 +593,20 @@ class Fleet:
             tokens = self.block_tokens(endpoint.models[0])
             endpoint.recall.device_blocks = max(1, endpoint.kv_tokens // tokens)
             endpoint.recency.limit(endpoint.recall.device_blocks)
+        if event.tiers or endpoint.lower is not None:
+            self._tiers(endpoint, event)
         return endpoint
+
+    def _tiers(self, endpoint: Endpoint, event: EndpointUp) -> None:
+        """Take over what it says of its tiers."""
+        block_tokens = self.block_tokens(event.models[0] if event.models else "")
+        most = self._config.max_lower_tier_blocks
+        for tier in event.tiers:
+            if tier.shared and tier.name not in self.stores:
+                blocks = most if tier.tokens is None else min(most, tier.tokens // block_tokens)
+                self.stores[tier.name] = Store(tier.name, self._index, max(1, blocks))
+        stores = {tier.name: self.stores[tier.name] for tier in event.tiers if tier.shared}
+        endpoint.read_tiers(event.tiers, stores, block_tokens)
 
     def _name(self, aliases: list[str]) -> None:
         """Let all names of one model go by the key name of the one known first, with its block size.

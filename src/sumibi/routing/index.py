@@ -94,6 +94,11 @@ class BlockIndex:
         stretch = self._at.get(key)
         return stretch is not None and bool(self._held[stretch] >> holder & 1)
 
+    def holders_of(self, key: int) -> int:
+        """Bit set of those that hold this block."""
+        stretch = self._at.get(key)
+        return 0 if stretch is None else self._held[stretch]
+
     def add(self, holder: int, parent: int | None, keys: Sequence[int]) -> int:
         """`holder` has the chain `keys` hanging from `parent` (None: the empty prefix). Idempotent.
 
@@ -242,6 +247,26 @@ class BlockIndex:
         if done and holders:
             levels.append((done, holders))
         return levels
+
+    def path(self, keys: Sequence[int], length: int) -> list[tuple[int, int]]:
+        """Who has the first `length` of `keys`: (blocks from the root, bit set of the holders of those since
+        the last), down to the first that the index does not know.
+        """
+        at, held, parents, stretches = self._at, self._held, self._parent, self._keys
+        found: list[tuple[int, int]] = []
+        done, above = 0, _NONE
+        while done < length:
+            stretch = at.get(keys[done])
+            if stretch is None or parents[stretch] != above or stretches[stretch][0] != keys[done]:
+                break
+            blocks = stretches[stretch]
+            end = done + len(blocks)
+            if end > length or blocks[-1] != keys[end - 1]:
+                found.append((done + _common(blocks, 0, keys, done, length), held[stretch]))
+                break
+            found.append((end, held[stretch]))
+            done, above = end, stretch
+        return found
 
     # --- stretches ---
 

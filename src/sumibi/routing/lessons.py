@@ -8,6 +8,10 @@ from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Endpoint, F
 from sumibi.routing.ledger import Ledger
 from sumibi.routing.requests import Attempt, Request
 
+FETCHED, FETCHED_ALONE = 0.2, 1.0
+"""A stretch of prefills teaches how long these take if fetches were at most this part of it. A single prefill
+does, if its fetch took at most as long as the rest."""
+
 
 def placed(
     keys: Sequence[int],
@@ -28,6 +32,8 @@ def placed(
     ]
     model.returns.used(keys, t)
     attempt.prompt = endpoint.recency.begin(keys, t)
+    if endpoint.lower is not None:
+        endpoint.lower.used(keys, t)
     endpoint.worked(attempt.candidate.compute_s, t)
     for other in left:
         other.moved_away(keys)
@@ -58,6 +64,8 @@ def placed_apart(
     model.returns.used(keys, t)
     for each in (leg, attempt):
         each.prompt = each.endpoint.recency.begin(keys, t)
+        if each.endpoint.lower is not None:
+            each.endpoint.lower.used(keys, t)
     leg.endpoint.worked(leg.candidate.compute_s, t)
     for other in left:
         other.moved_away(keys)
@@ -103,9 +111,17 @@ def first_token(request: Request, attempt: Attempt, ledger: Ledger, t: float) ->
     busy.prefills += 1
     busy.work_ns += work_ns
     busy.sound = busy.sound and reservation.streamed and attempt.dispatched_t is not None
+    busy.fetch_s += attempt.candidate.fetch_s
     if not load.prefills or busy.prefills >= BUSY_PERIOD_PREFILLS:
         if busy.sound and busy.since_t is not None:
-            learner.observe_prefill(t - busy.since_t, busy.prefills, busy.work_ns * 1e-9)
+            lasted_s = t - busy.since_t
+            most = FETCHED
+            if busy.prefills == 1:
+                # Nobody else was computed while it waited for what it fetched.
+                lasted_s -= busy.fetch_s
+                most = FETCHED_ALONE
+            if busy.fetch_s <= most * lasted_s:
+                learner.observe_prefill(lasted_s, busy.prefills, busy.work_ns * 1e-9)
         busy.reset(t if load.prefills else None)
 
 
@@ -124,6 +140,14 @@ def transferred(request: Request, attempt: Attempt, t: float) -> None:
         lacking = request.event.prompt_tokens - candidate.local_tokens
         moved_s = transfers.predict_s(lacking, leg.endpoint.transfers.link)
         transfers.observe(t - max(begun_t, leg.first_token_t), candidate.transfer_s, moved_s)
+
+
+def stored(request: Request, attempt: Attempt, fleet: Fleet) -> None:
+    """Its prompt is computed: the stores that its endpoint writes to have it now."""
+    lower = attempt.endpoint.lower
+    if lower is not None and attempt.current:
+        for store in lower.stores:
+            store.computed(request.event.keys, fleet.key_name(request.event.model))
 
 
 def finished(request: Request, attempt: Attempt, ledger: Ledger, event: Finished) -> bool:
@@ -153,7 +177,7 @@ def remember(request: Request, attempt: Attempt, cached_tokens: int | None, flee
     if cached_tokens is not None and attempt.leg is None:
         block_tokens = fleet.block_tokens(name)
         believed, cached = (
-            attempt.candidate.matched_tokens // block_tokens,
+            (attempt.candidate.matched_tokens + attempt.candidate.fetched_tokens) // block_tokens,
             cached_tokens // block_tokens,
         )
         if cached < believed:

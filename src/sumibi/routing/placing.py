@@ -17,6 +17,7 @@ from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
 from sumibi.routing.floors import ROUNDING, Floors, rows
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.levels import Levels, blocks_of, deepest
+from sumibi.routing.lower import NO_FETCH, Fetch, Kind, Run, fetch, levels_of
 from sumibi.routing.policies.cost import SLACK
 from sumibi.routing.recency import FRESH_S
 from sumibi.routing.returns import ReturnTimes
@@ -40,7 +41,8 @@ class Looked(NamedTuple):
     candidates: list[Candidate]
     """Theirs."""
     levels: Levels
-    """How far the prompt is known at any endpoint of the roster, those that were left out too."""
+    """How far the prompt is known at any endpoint of the roster, on its device or below; at those that were
+    left out, too."""
 
 
 def candidates(
@@ -66,7 +68,11 @@ def candidates(
         output_tokens = min(output_tokens, event.max_tokens)
     keys, length = event.keys, matchable_blocks(event, block_tokens)
     endpoints, at, holders, trusted = roster.endpoints, roster.at, roster.holders, roster.trusted
-    levels = index.match(keys, length, trusted)
+    levels: Levels = index.match(keys, length, trusted)
+    runs: list[Run] | None = None
+    if roster.has_lower:
+        runs = _runs(keys, length, roster, index, levels)
+        levels = levels_of(runs, holders)
 
     def have(endpoint: Endpoint) -> int:
         """Blocks there; all of them where they count for nothing, so none is waited for."""
@@ -79,10 +85,12 @@ def candidates(
     if not priced:
         # What a full engine will have lost is our own guess: other policies go by what lies where.
         found = []
-        for endpoint, own in zip(endpoints, holders, strict=True):
+        for place, (endpoint, own) in enumerate(zip(endpoints, holders, strict=True)):
             blocks = blocks_of(levels, own)
             reach, _ = pending.get(endpoint, (blocks, 0.0))
-            found.append(_unpriced(endpoint, t, blocks * block_tokens, (reach - blocks) * block_tokens))
+            below = fetch(runs[place], blocks, block_tokens) if runs is not None else NO_FETCH
+            on_device = blocks * block_tokens - below.tokens
+            found.append(_unpriced(endpoint, t, on_device, (reach - blocks) * block_tokens, below))
         return Looked(endpoints, found, levels)
 
     count = len(endpoints)
@@ -108,11 +116,12 @@ def candidates(
                 keys, length, lambda other: lasting if other is endpoint else length, t
             )
         reach, pending_s = coming_there.get(endpoint, (blocks, 0.0))
+        below = fetch(runs[place], blocks, block_tokens) if runs is not None else NO_FETCH
         return price(
             endpoint,
             t,
             prompt_tokens=event.prompt_tokens,
-            matched_tokens=blocks * block_tokens,
+            matched_tokens=blocks * block_tokens - below.tokens,
             pending_tokens=(reach - blocks) * block_tokens,
             pending_s=pending_s,
             output_tokens=output_tokens,
@@ -121,6 +130,7 @@ def candidates(
             few_s=few_s,
             ahead_s=ahead_s.get(endpoint.name, 0.0) if ahead_s else 0.0,
             priority=event.priority,
+            below=below,
         )
 
     if known is None:
@@ -172,6 +182,15 @@ def matchable_blocks(event: Arrived, block_tokens: int) -> int:
     return min(len(event.keys), max(0, event.prompt_tokens - 1) // block_tokens)
 
 
+def _runs(keys: Sequence[int], length: int, roster: Roster, index: BlockIndex, levels: Levels) -> list[Run]:
+    """How far each endpoint has the prompt, below its device too; `levels` are of the devices."""
+    path = index.path(keys, length)
+    return [
+        endpoint.run(keys, path, blocks_of(levels, own))
+        for endpoint, own in zip(roster.endpoints, roster.holders, strict=True)
+    ]
+
+
 def _shortlist(
     first: Iterable[int],
     others: Callable[[float], list[tuple[float, int]]],
@@ -207,7 +226,9 @@ def _shortlist(
     return found
 
 
-def _unpriced(endpoint: Endpoint, t: float, matched_tokens: int, pending_tokens: int) -> Candidate:
+def _unpriced(
+    endpoint: Endpoint, t: float, matched_tokens: int, pending_tokens: int, below: Fetch
+) -> Candidate:
     load = endpoint.load
     foreign_running, foreign_waiting = endpoint.foreign(t) if endpoint.has_foreign else (0.0, 0.0)
     return Candidate(
@@ -226,4 +247,7 @@ def _unpriced(endpoint: Endpoint, t: float, matched_tokens: int, pending_tokens:
         inflight=load.inflight + foreign_running + foreign_waiting,
         prefill_tokens=load.prefill_tokens,
         dispatched=endpoint.dispatched,
+        host_tokens=below.of(Kind.HOST) if below.tokens else 0,
+        disk_tokens=below.of(Kind.DISK) if below.tokens else 0,
+        store_tokens=below.of(Kind.STORE) if below.tokens else 0,
     )

@@ -36,6 +36,8 @@ class Recency:
         """What losing these costs in all, s by the endpoint's start coefficients."""
         self._ends: list[tuple[int, float, float]] = []
         """Of each: tokens from the root to its end, and its chance of return times b and q."""
+        self._chances: list[float] = []
+        """Each one's chance of return."""
         self._block_tokens = 0
         self._live_blocks = 0.0
         self._delays_s = [0.0] * len(BUSY_S)
@@ -125,6 +127,19 @@ class Recency:
         tokens = (blocks - before) * self._block_tokens
         return lost + tokens * (token_s + pair_s * (end_tokens - tokens / 2))
 
+    def wanted_blocks(self, first: int, end: int) -> float:
+        """How many of the oldest blocks from `first` to `end` are expected to be wanted again."""
+        ends, chances = self._blocks, self._chances
+        wanted, at = 0.0, first
+        for i in range(bisect_left(ends, first + 1), len(ends)):
+            if at >= end:
+                return wanted
+            upto = min(end, ends[i])
+            wanted += (upto - at) * chances[i]
+            at = upto
+        # Younger than those looked at singly.
+        return wanted + max(0, end - at) * (chances[-1] if chances else 0.0)
+
     def _compute(
         self,
         t: float,
@@ -135,7 +150,7 @@ class Recency:
     ) -> None:
         self.computed_t = t
         self._block_tokens = block_tokens
-        self._blocks, self._losses, self._ends = [], [], []
+        self._blocks, self._losses, self._ends, self._chances = [], [], [], []
         self._drop_evicted(resident)
         cache = self._cache
         total, loss_s, live, chance = 0, 0.0, float(cache.pinned), 0.0
@@ -152,6 +167,7 @@ class Recency:
                 delays = list(map(add, delays, returns.delays_s(segment.uses, t - segment.used_t)))
             self._blocks.append(total)
             self._losses.append(loss_s)
+            self._chances.append(chance)
             end_tokens = segment.end * block_tokens
             self._ends.append((end_tokens, chance * latency.b_s, chance * latency.q_s))
         self._delays_s = delays

@@ -252,6 +252,7 @@ class Router:
         """Its prompt is computed: the prefill endpoint is free for the next, and has its blocks."""
         leg.endpoint.unreachable_t = None
         lessons.first_token(request, leg, self._ledger, self._t)
+        lessons.stored(request, leg, self._fleet)
         self._computing.computed(request, leg, self._t)
         self._computing.end(request, leg, self._t, computed=True)
         if leg.current and not request.announced(leg.endpoint):
@@ -285,6 +286,7 @@ class Router:
         leg = attempt.leg
         if leg is None:
             lessons.first_token(request, attempt, self._ledger, self._t)
+            lessons.stored(request, attempt, self._fleet)
         else:
             if leg.first_token_t is None:
                 self._leg_over(request, leg, None)
@@ -345,6 +347,8 @@ class Router:
             self._count.predicted_cached_tokens += attempt.candidate.reused_tokens
             self._count.actual_cached_tokens += event.cached_tokens
             self._count.reported_prompt_tokens += event.prompt_tokens or request.event.prompt_tokens
+        if computed and attempt.first_token_t is None:
+            lessons.stored(request, attempt, self._fleet)
         if computed and attempt.current and not request.announced(endpoint):
             lessons.remember(request, attempt, event.cached_tokens, self._fleet)
         if event.reason is FinishReason.STOP:
@@ -643,6 +647,8 @@ class Router:
             priority=event.priority,
         )
         self._ledger.reserve(reservation, endpoint.load, attempt.endpoint.load, self._t)
+        if candidate.fetched_tokens and endpoint.lower is not None:
+            endpoint.lower.begin(candidate, self._t)
         endpoint.dispatched += 1
         request.state, request.attempt = State.RUNNING, attempt
         self._computing.begin(request, attempt)
@@ -688,6 +694,8 @@ class Router:
             feed = Feed(self._index, self.config, self._count, model, list(event.models), block_tokens)
             feed.sequence.replay = event.has_replay
             endpoint.attach(feed)
+            if endpoint.lower is not None:
+                endpoint.see_tiers(block_tokens)
             self._take(endpoint, feed.sequence.start(self._t))
         elif resumed or endpoint.suspect is not None:
             self._take(endpoint, feed.sequence.doubt(self._t, back=True))
@@ -794,7 +802,10 @@ class Router:
         endpoint = self._endpoint(event.endpoint)
         if endpoint is None or endpoint.feed is None:
             return
+        known = len(endpoint.feed.tiers)
         endpoint.feed.change(event.changes)
+        if len(endpoint.feed.tiers) != known:
+            endpoint.see_tiers(self._tokens(endpoint))
         self._computing.announced(endpoint, self._t)
         self._grade(endpoint)
 

@@ -6,6 +6,7 @@ from sumibi.core.latency import LatencyModel
 from sumibi.routing.counters import Counters
 from sumibi.routing.events import Grade, Role
 from sumibi.routing.fleet import Endpoint
+from sumibi.routing.lower import TierView
 
 __all__ = ["Counters", "EndpointView", "view"]
 
@@ -63,6 +64,8 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     """Our requests that will decode there and whose prompt another endpoint is computing."""
     transfer_factor: float = 1.0
     """Learnt: on the seconds in which KV comes there by what is known of its link."""
+    tiers: list[TierView] = []
+    """Below its device."""
 
 
 def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
@@ -109,4 +112,5 @@ def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
         revision=e.revision,
         coming=e.load.coming,
         transfer_factor=e.transfers.factor,
+        tiers=e.view_tiers(),
     )

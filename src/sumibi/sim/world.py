@@ -32,12 +32,14 @@ from sumibi.routing.events import (
     Role,
     Signals,
     Tick,
+    Tier,
     WakeAt,
 )
 from sumibi.routing.policies import check_pairing
 from sumibi.routing.router import Router
 from sumibi.sim.fleet import Fault, FleetSpec, Group
 from sumibi.sim.job import Job
+from sumibi.sim.memory import HOST
 from sumibi.sim.pairs import Pairs
 from sumibi.sim.replica import Replica, join
 from sumibi.sim.results import Calls, Status
@@ -47,6 +49,8 @@ from sumibi.sim.stream import Batch, Stream
 from sumibi.sim.tiers import Blocks, Link
 from sumibi.sim.workload import Workload
 
+STORE = "store"
+"""As endpoints name what they share."""
 WRONG_BY = 3.0
 """Wrong constants are off by a factor between 1/3 and 3, even on a logarithmic scale."""
 REPLAY_S = 0.02
@@ -394,6 +398,7 @@ class World:
                 engine_block_tokens=self._workload.block_tokens,
                 kv_tokens=group.kv_tokens,
                 max_sequences=group.max_sequences,
+                tiers=self._tiers(group),
                 has_events=self._fleet.kv_event_delay_s is not None,
                 has_replay=self._fleet.kv_replay,
                 latency=site.latency,
@@ -404,6 +409,26 @@ class World:
                 link=LinkModel(group.link.gb_per_s * 1e9, group.link.setup_s) if group.link else None,
             )
         )
+
+    def _tiers(self, group: Group) -> list[Tier]:
+        """As an endpoint of this group tells of them."""
+        host, store = group.host, self._fleet.store
+        tiers = []
+        if host is not None:
+            tiers.append(
+                Tier(name=HOST, tokens=host.tokens, gb_per_s=host.gb_per_s, latency_s=host.latency_s)
+            )
+        if store is not None:
+            tiers.append(
+                Tier(
+                    name=STORE,
+                    shared=True,
+                    tokens=store.tokens,
+                    gb_per_s=store.gb_per_s,
+                    latency_s=store.latency_s,
+                )
+            )
+        return tiers
 
     def _publish(self, t: float, site: Site) -> None:
         """One batch of KV events."""

@@ -111,3 +111,17 @@ def test_distinct_blocks_of_what_runs_are_those_of_a_set(steps):
             running.add(str(request), chain)
             prompts[request] = chain
         assert running.blocks == len({key for keys in prompts.values() for key in keys})
+
+
+def test_blocks_below_the_device_are_credited_in_part():
+    it = desk("a", "b", "c")
+    below = {"a": {"host_tokens": 4 * 16}, "b": {"disk_tokens": 4 * 16}, "c": {"store_tokens": 4 * 16}}
+    scores = it.scores(prompt(x=10), matched={"a": 2 * 16, "b": 2 * 16, "c": 2 * 16}, below=below)
+    assert scores == {"a": 10 - 2 - 3.0 + 10, "b": 10 - 2 - 1.0 + 10, "c": 10 - 2 - 2.0 + 10}
+
+
+def test_what_is_to_be_computed_of_a_running_prompt_goes_by_the_same_credits():
+    it = desk("a")
+    it.place(prompt(x=10), on="a", matched={"a": 2 * 16}, below={"a": {"host_tokens": 4 * 16}}, request="r")
+    # 160 tokens less 32 and 0.75 * 64: 80, five blocks; ten are held.
+    assert it.scores(prompt(y=10)) == {"a": 5.0 + 10 + 10 + 10}

@@ -52,3 +52,11 @@ def test_in_the_router_it_goes_by_kv_events_and_notices_what_the_engine_lost():
     lab.batch("b", engine.publish())
     lab.t += 10
     assert lab.ask("r2", ids) == "a"
+
+
+def test_a_block_in_host_memory_counts_four_fifths():
+    it = Desk("llmd-precise", "a", "b", "c")
+    below = {"b": {"host_tokens": 5 * BLOCK}, "c": {"store_tokens": 9 * BLOCK}}
+    scores = it.scores(prompt(x=10), matched={"a": 5 * BLOCK, "b": 2 * BLOCK}, below=below)
+    # 2 queue + 2 free + 2 * 0.5 (somebody has a match) + 3 * matched / 10
+    assert scores == pytest.approx({"a": -(5 + 1.5), "b": -(5 + 3 * 0.6), "c": -5.0})

@@ -1,12 +1,14 @@
 """`dynamo-kv`: the cost of NVIDIA Dynamo's KV router 1.6.1, in blocks; `dynamo-kv-agentic`: agents' preset.
 
-    cost = prefill scale x max(0, prefill blocks - credit x matched blocks) + decode blocks
+    cost = prefill scale x max(0, prefill blocks - credits) + decode blocks
            + weight x requests running there,    the least wins (temperature 0)
+    credits = credit x matched blocks + 0.75 x those in host memory + 0.25 x on disk + 0.5 x in a shared store
 
 Prefill blocks: tokens that running requests still have to compute there (by the match when they were placed)
 and the whole of this prompt, over the block size. Decode blocks: distinct blocks of the prompts that run
-there, with this one. Matches are from KV events (what the router's index has). Output is not counted, as by
-default. Its block is the router's.
+there, with this one. Matches are from KV events (what the router's index has), below the device what follows
+the device's. Output is not counted, as by default. Its block is the router's. Shared stores are an option
+there that is off by default and off in the tokens to compute; here it is on where there is a store.
 Source: dynamo 1.6.1, kv-router, scheduling/selector and sequences; docs, router presets (experimental).
 
 Known holes, kept: prefill and decode blocks weigh the same, whatever they take; KV that a prompt would push
@@ -25,6 +27,8 @@ DEFAULT_WEIGHTS = (1.0, 1.0, 0.0)
 """`overlap_score_credit` (device), `prefill_load_scale`, `decode_active_request_weight` (in tokens)."""
 AGENTIC_WEIGHTS = (2.0, 4.0, 1024.0)
 """`--agentic`, documented after 1.6.1: 64 blocks of 16 tokens for each running request."""
+HOST, DISK, SHARED = 0.75, 0.25, 0.5
+"""`host_cache_hit_weight`, `disk_cache_hit_weight`, `shared_cache_multiplier` (where one is configured)."""
 
 
 class DynamoKv(Policy):
@@ -41,12 +45,17 @@ class DynamoKv(Policy):
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate], endpoints: Sequence[Endpoint]) -> list[float]:
         """Blocks."""
-        self._uncached = {c.endpoint: ask.prompt_tokens - c.matched_tokens for c in candidates}
+        self._uncached = {c.endpoint: ask.prompt_tokens - _cached_tokens(c) for c in candidates}
         return [self._cost(ask, c, e.load.inflight) for c, e in zip(candidates, endpoints, strict=True)]
 
     def _cost(self, ask: Ask, candidate: Candidate, requests: int) -> float:
         prefill = (self._prefill.at(candidate.endpoint) + ask.prompt_tokens) / ask.block_tokens
         credit = self._credit * (candidate.matched_tokens // ask.block_tokens)
+        if candidate.fetched_tokens:
+            below = (
+                HOST * candidate.host_tokens + DISK * candidate.disk_tokens + SHARED * candidate.store_tokens
+            )
+            credit += below / ask.block_tokens
         running = self._running.get(candidate.endpoint)
         decode = len(ask.keys)
         if running is not None:
@@ -75,3 +84,8 @@ class DynamoKv(Policy):
         """All about it is forgotten."""
         self._running.pop(endpoint, None)
         self._prefill.remove(endpoint)
+
+
+def _cached_tokens(candidate: Candidate) -> int:
+    """Tokens of a prompt that count as computed while it waits there."""
+    return candidate.matched_tokens + round(HOST * candidate.host_tokens + DISK * candidate.disk_tokens)

@@ -27,7 +27,7 @@ def kv_free(endpoints: Sequence[Endpoint]) -> list[float]:
     return [1.0 - ((e.signals.kv_usage or 0.0) if e.signals else 0.0) for e in endpoints]
 
 
-def prefix(matched: Sequence[int], blocks: int) -> list[float]:
+def prefix(matched: Sequence[float], blocks: int) -> list[float]:
     """Matched blocks / blocks of the prompt; 0 for a prompt without a block."""
     return [m / blocks if blocks else 0.0 for m in matched]
 
@@ -39,7 +39,7 @@ class NoHitLru:
         self._used: OrderedDict[str, None] = OrderedDict()
         self._cold = False
 
-    def scores(self, names: Sequence[str], matched: Sequence[int]) -> list[float]:
+    def scores(self, names: Sequence[str], matched: Sequence[float]) -> list[float]:
         """0.5 for all if one has a match. Else by rank: never used ones in order, then the oldest use first;
         1 - rank / (candidates - 1), at least 0.
         """

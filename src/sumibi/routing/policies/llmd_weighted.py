@@ -24,7 +24,7 @@ class Scorers:
     def __init__(self) -> None:
         self._no_hit = llmd_scores.NoHitLru()
 
-    def choose(self, endpoints: Sequence[Endpoint], matched: Sequence[int], blocks: int) -> list[float]:
+    def choose(self, endpoints: Sequence[Endpoint], matched: Sequence[float], blocks: int) -> list[float]:
         """Minus the weighted sum for each endpoint, from its matched blocks of the prompt's `blocks`."""
         parts = zip(
             llmd_scores.queue(endpoints),
