@@ -24,12 +24,9 @@ class Chances:
         self._chance, self._delays = chance, delays
         self.asked = []
 
-    def chance(self, uses, idle_s):
+    def forecast(self, uses, idle_s):
         self.asked.append((uses, idle_s))
-        return self._chance(uses, idle_s) if callable(self._chance) else self._chance
-
-    def delays_s(self, uses, idle_s):
-        return self._delays
+        return self._chance(uses, idle_s) if callable(self._chance) else self._chance, self._delays
 
 
 def chain(name, blocks):

@@ -1,10 +1,11 @@
 """Programs recognised from keys, and what they are charged."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_lab import BLOCK, REPEATABLE, Lab, keys_of, prompt
 
+from sumibi.routing import sessions
 from sumibi.routing.events import FinishReason
 from sumibi.routing.fairness import HALF_LIFE_S, Attained
 from sumibi.routing.sessions import Programs
@@ -53,6 +54,51 @@ def test_sub_agents_that_start_with_what_their_parent_knew_are_its_program():
         for i, child in enumerate(children):
             child.append((f"{i} {turn}", 2))
     assert talks.ask(*parent, ("went on", 4)) == program
+
+
+class Plainly:
+    """The same rule, by a look at every block."""
+
+    def __init__(self, most):
+        self.most, self.tips, self.made = most, {}, 0
+
+    def recognise(self, keys, known):
+        at = max((i for i in range(known) if keys[i] in self.tips), default=None)
+        if at is not None:
+            found = self.tips[keys[at]] = self.tips.pop(keys[at])  # the youngest now
+            shared = found["turn"] == 1 and (found["used"] or at == len(keys) - 1)
+            found["used"] = True
+            if not shared:
+                if at < len(keys) - 1:
+                    self.remember(keys[-1], found["program"], found["turn"] + 1)
+                return found["program"]
+        self.made += 1
+        if keys[-1] not in self.tips:
+            self.remember(keys[-1], self.made, 1)
+        return self.made
+
+    def remember(self, key, program, turn):
+        self.tips[key] = {"program": program, "turn": turn, "used": False}
+        if len(self.tips) > self.most:
+            del self.tips[next(iter(self.tips))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 9)), max_size=60))
+@settings(REPEATABLE, max_examples=150)
+def test_stretches_without_a_tip_are_passed_over_and_none_is_missed(prompts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "STRETCH", 4)
+        programs, plainly, asked, seen = Programs(most_tips=7), Plainly(7), [[]], set()
+        for number, (which, kept, new) in enumerate(prompts):
+            # It goes on from a part of some prompt before, or from the whole of it.
+            keys = asked[which % len(asked)][:kept] + [number * 100 + i for i in range(new)]
+            known = next((i for i, key in enumerate(keys) if key not in seen), len(keys))
+            assert programs.recognise(keys, known) == f"~{plainly.recognise(keys, known)}"
+            asked.append(keys)
+            seen.update(keys)
+        assert list(programs._tips) == list(plainly.tips)
+        assert sum(programs._marks.values()) == len(programs)
+        assert all(programs._marks.values())
 
 
 def test_users_who_share_a_system_prompt_are_not_one_program():

@@ -159,12 +159,12 @@ class Recency:
             blocks = segment.end - segment.start
             middle = (segment.start + segment.end) / 2 * block_tokens
             work_s = blocks * block_tokens * (latency.b_s + latency.q_s * middle)
-            chance = returns.chance(segment.uses, t - segment.used_t)
+            chance, waits_s = returns.forecast(segment.uses, t - segment.used_t)
             total += blocks
             loss_s += work_s * chance
             live += blocks * chance
             if chance > RARE and not segment.children:
-                delays = list(map(add, delays, returns.delays_s(segment.uses, t - segment.used_t)))
+                delays = list(map(add, delays, waits_s))
             self._blocks.append(total)
             self._losses.append(loss_s)
             self._chances.append(chance)

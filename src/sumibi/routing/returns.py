@@ -46,8 +46,7 @@ class ReturnTimes:
             [share * prior if low <= i <= high else 0.0 for i in range(BINS)] for share in PRIOR_RETURNED
         ]
         self._since = 0
-        self._chance: list[list[float]] = []
-        self._delay: list[list[tuple[float, ...]]] = []
+        self._forecasts: list[list[tuple[float, tuple[float, ...]]]] = []
         self._compute()
 
     def known_blocks(self, keys: Sequence[int]) -> int:
@@ -80,18 +79,23 @@ class ReturnTimes:
         if segment is not None:
             segment.used_t = t
 
+    def forecast(self, uses: int, idle_s: float) -> tuple[float, tuple[float, ...]]:
+        """(Chance 0..1 that a stretch used so often before, and idle for so long, is wanted again; what it is
+        then expected to wait if its endpoint is busy from now on for each of `BUSY_S` seconds: it waits if it
+        returns meanwhile, for what is left).
+        """
+        return self._forecasts[_class(uses)][_bin(idle_s)]
+
     def chance(self, uses: int, idle_s: float) -> float:
         """That a stretch used so often before, and idle for so long, is wanted again. 0..1."""
-        return self._chance[_class(uses)][_bin(idle_s)]
+        return self.forecast(uses, idle_s)[0]
 
     def delays_s(self, uses: int, idle_s: float) -> tuple[float, ...]:
-        """What a stretch used so often, and idle for so long, is expected to wait if its endpoint is busy
-        from now on for each of `BUSY_S` seconds: it waits if it returns meanwhile, for what is left.
-        """
-        return self._delay[_class(uses)][_bin(idle_s)]
+        """What such a stretch is expected to wait, see `forecast`."""
+        return self.forecast(uses, idle_s)[1]
 
     def _compute(self) -> None:
-        self._chance, self._delay = [], []
+        self._forecasts = []
         for c in range(CLASSES):
             # Part of the uses that were followed by a return after at most the middle of each bin.
             returned, done, uses = [], 0.0, self._uses[c]
@@ -99,8 +103,8 @@ class ReturnTimes:
                 returned.append((done + n / 2) / uses)
                 done += n
             ever = min(1.0, done / uses)
-            self._chance.append([max(0.0, (ever - r) / (1 - r)) if r < ever else 0.0 for r in returned])
-            self._delay.append([_waits(returned, i) for i in range(BINS)])
+            chances = [max(0.0, (ever - r) / (1 - r)) if r < ever else 0.0 for r in returned]
+            self._forecasts.append([(chances[i], _waits(returned, i)) for i in range(BINS)])
 
 
 def _waits(returned: list[float], i: int) -> tuple[float, ...]:

@@ -498,47 +498,29 @@ class Router:
     ) -> None:
         """Reserve, and have it sent. `reason`: why it is a whole run, if that is known already."""
         event = request.event
-        ask, some, found, roster, levels, scores, pick, sides = choice
-        number = ask.attempt
+        number, pick = choice.ask.attempt, choice.pick
         model, policy = self._fleet.models[event.model], self._policy(event.model)
         if event.model in self._fleet.apart:
             reason = self._count_kind(choice, reason, priced=policy.priced)
         self._count.decisions += 1
-        decision = Decision(
-            id=f"{self.config.gateway}-{self.config.gateway_epoch}-{self._count.decisions}",
-            t=self._t,
-            request=event.request,
-            attempt=number,
-            model=event.model,
-            tenant=event.tenant,
-            policy=self.config.policy,
-            number=model.decisions,
-            prompt_tokens=event.prompt_tokens,
-            candidates=found,
-            scores=scores,
-            pick=pick,
-            left_out=0 if sides is not None else len(endpoints) - len(found),
-            legs=sides.legs.candidates if sides is not None else [],
-            reason=reason or "",
-        )
-        model.decisions += 1
-        self._decisions[decision.id] = decision
-        if len(self._decisions) > self.config.decisions_kept:
-            self._decisions.popitem(last=False)
-        attempt = Attempt(number, some[pick], found[pick], decision.id)
+        decision = f"{self.config.gateway}-{self.config.gateway_epoch}-{self._count.decisions}"
+        attempt = Attempt(number, choice.endpoints[pick], choice.found[pick], decision)
         begins = choice.leg
         if begins is not None:
-            attempt.leg = Attempt(number, *begins, decision.id)
+            attempt.leg = Attempt(number, *begins, decision)
         self._reserve(request, attempt)
-        policy.placed(ask, attempt.endpoint)
-        asked = roster if policy.priced else None
-        self._after.append(partial(self._placed, request, attempt, asked, levels, sides, self._t))
+        policy.placed(choice.ask, attempt.endpoint)
+        left_out = 0 if choice.sides is not None else len(endpoints) - len(choice.found)
+        self._after.append(
+            partial(self._placed, request, attempt, choice, model.decisions, left_out, reason or "", self._t)
+        )
+        model.decisions += 1
         self._out.append(
             Dispatch(
                 request=event.request,
                 attempt=number,
                 endpoint=attempt.endpoint.name,
-                decision=decision.id,
+                decision=decision,
                 prefill=begins[0].name if begins is not None else None,
             )
         )
@@ -557,23 +539,51 @@ class Router:
         self,
         request: Request,
         attempt: Attempt,
-        roster: Roster | None,
-        levels: Levels,
-        sides: Sides | None,
+        choice: Choice,
+        number: int,
+        left_out: int,
+        reason: str,
         t: float,
     ) -> None:
-        """Take note of a placement among the endpoints of `roster`, if the policy goes by seconds."""
+        """Take note of a placement, the model's `number`th: record it, let its blocks be pending, and, if the
+        policy goes by seconds, remember who used what.
+        """
         event, name = request.event, request.event.model
+        roster, levels, sides = choice.roster, choice.levels, choice.sides
+        self._decisions[attempt.decision] = Decision(
+            id=attempt.decision,
+            t=t,
+            request=event.request,
+            attempt=attempt.number,
+            model=name,
+            tenant=event.tenant,
+            policy=self.config.policy,
+            number=number,
+            prompt_tokens=event.prompt_tokens,
+            candidates=choice.found,
+            scores=choice.scores,
+            pick=choice.pick,
+            left_out=left_out,
+            legs=sides.legs.candidates if sides is not None else [],
+            reason=reason,
+        )
+        if len(self._decisions) > self.config.decisions_kept:
+            self._decisions.popitem(last=False)
+        self._computing.begin(request, attempt)
+        if attempt.leg is not None:
+            self._computing.begin(request, attempt.leg)
         self._gate.recognise(request)
         self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
-        if roster is not None and sides is not None and attempt.leg is not None:
+        if not self._policy(name).priced:
+            return
+        if sides is not None and attempt.leg is not None:
             block_tokens = self._fleet.block_tokens(name)
             legs, others = (
                 [(side.endpoints[place], n) for place, n in beyond(looked.levels, side.places, 0).items()]
                 for side, looked in ((sides.prefill, sides.legs), (sides.decode, sides.there))
             )
             lessons.placed_apart(event.keys, self._fleet.models[name], legs, others, block_tokens, attempt, t)
-        elif roster is not None:
+        else:
             model, block_tokens = self._fleet.models[name], self._fleet.block_tokens(name)
             reused = attempt.candidate.reused_tokens // block_tokens
             more = beyond(levels, roster.places, reused)
@@ -651,10 +661,8 @@ class Router:
             endpoint.lower.begin(candidate, self._t)
         endpoint.dispatched += 1
         request.state, request.attempt = State.RUNNING, attempt
-        self._computing.begin(request, attempt)
         if where is not attempt:
             attempt.endpoint.dispatched += 1
-            self._computing.begin(request, where)
 
     # --- endpoints ---
 
@@ -892,10 +900,12 @@ class Router:
 
     def decision(self, decision: str) -> Decision | None:
         """A recent decision by its id."""
+        self._catch_up()
         return self._decisions.get(decision)
 
     def decisions(self, last: int = 100) -> list[Decision]:
         """The newest decisions, oldest first."""
+        self._catch_up()
         return list(self._decisions.values())[-last:]
 
     def outcomes(self, last: int = 100) -> list[Outcome]:

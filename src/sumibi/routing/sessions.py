@@ -18,15 +18,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MOST_TIPS = 50_000
+STRETCH = 64
+"""Blocks of a prompt that are passed over at once where no tip can be."""
 
 
 class _Tip:
-    __slots__ = ("program", "turn", "used")
+    __slots__ = ("mark", "program", "turn", "used")
 
-    def __init__(self, program: str, turn: int) -> None:
+    def __init__(self, program: str, turn: int, mark: int) -> None:
         self.program = program
         self.turn = turn
         """1: of a conversation's first prompt."""
+        self.mark = mark
+        """Key of the first block of the stretch that it is in."""
         self.used = False
         """A prompt went on from here."""
 
@@ -37,6 +41,8 @@ class Programs:
     def __init__(self, most_tips: int = MOST_TIPS) -> None:
         self._most = most_tips
         self._tips: OrderedDict[int, _Tip] = OrderedDict()
+        self._marks: dict[int, int] = {}
+        """First key of a stretch -> tips in it. A prompt that has a tip has its mark, as keys are chained."""
         self._made = 0
 
     def __len__(self) -> int:
@@ -49,25 +55,39 @@ class Programs:
         without a full block cannot be recognised: each is a program of its own.
         """
         tips, found = self._tips, None
-        for at in range(min(known_blocks, len(keys)) - 1, -1, -1):
-            found = tips.get(keys[at])
-            if found is not None:
-                break
-        if found is not None:
+        at = self._newest(keys, min(known_blocks, len(keys)))
+        if at is not None:
+            found = tips[keys[at]]
             tips.move_to_end(keys[at])
             shared = found.turn == 1 and (found.used or at == len(keys) - 1)
             found.used = True
             if not shared:
                 if at < len(keys) - 1:
-                    self._remember(keys[-1], _Tip(found.program, found.turn + 1))
+                    self._remember(keys, found.program, found.turn + 1)
                 return found.program
         self._made += 1
         program = f"~{self._made}"
         if keys and keys[-1] not in tips:
-            self._remember(keys[-1], _Tip(program, 1))
+            self._remember(keys, program, 1)
         return program
 
-    def _remember(self, key: int, tip: _Tip) -> None:
-        self._tips[key] = tip
+    def _newest(self, keys: Sequence[int], known_blocks: int) -> int | None:
+        """The last block of the first `known_blocks` that is a tip."""
+        tips, marks = self._tips, self._marks
+        for start in range((known_blocks - 1) // STRETCH * STRETCH, -1, -STRETCH):
+            if keys[start] in marks:
+                for at in range(min(start + STRETCH, known_blocks) - 1, start - 1, -1):
+                    if keys[at] in tips:
+                        return at
+        return None
+
+    def _remember(self, keys: Sequence[int], program: str, turn: int) -> None:
+        """A prompt's tip; it was none before."""
+        mark = keys[(len(keys) - 1) // STRETCH * STRETCH]
+        self._tips[keys[-1]] = _Tip(program, turn, mark)
+        self._marks[mark] = self._marks.get(mark, 0) + 1
         if len(self._tips) > self._most:
-            self._tips.popitem(last=False)
+            _, old = self._tips.popitem(last=False)
+            self._marks[old.mark] -= 1
+            if not self._marks[old.mark]:
+                del self._marks[old.mark]

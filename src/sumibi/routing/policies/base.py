@@ -81,6 +81,8 @@ class Pure(Policy):
 
 def least(request: str, scores: Sequence[float]) -> int:
     """Index of the least score; among equal ones by a hash of the request's id."""
+    if len(scores) == 1:
+        return 0
     lowest = min(scores)
     first = scores.index(lowest)
     count = scores.count(lowest)

@@ -14,6 +14,8 @@ def scores(request: str, number: int, candidates: Sequence[Candidate]) -> list[f
     """Total seconds. Of those that tie with the best, the ones to take (least to compute, then fewest
     requests so far) get the best's, the others at least the end of the tie.
     """
+    if len(candidates) == 1:
+        return [candidates[0].total_s]
     totals = [c.total_s for c in candidates]
     best = candidates[totals.index(min(totals))]
     limit = best.total_s + SLACK * best.ttft_s
