@@ -11,7 +11,7 @@ FLEET = FleetSpec(name="f", groups=[Group(count=1, latency="glm-5.2/8xh200", kv_
 
 
 def outcome(
-    policy: str, hit: float = 0.5, bound: float = 0.9, pooled: float = 0.8, **figures: float
+    policy: str, hit: float = 0.5, bound: float = 0.9, pooled: float = 0.8, **figures: object
 ) -> Outcome:
     whole = Part(
         requests=1,
@@ -70,8 +70,32 @@ def test_a_median_has_to_fall_by_seventy_percent(after_s: float, held: bool):
     assert [one.held for one in claim.findings] == [held, None]
 
 
-def test_separate_pools_are_said_to_be_missing():
-    assert "Not simulated" in claims_of([])[3].notes[0]
+def test_separate_pools_are_judged_against_the_same_policy_together_too():
+    def pools(name: str, blind_s: float, ours_s: float, served: list[int]) -> Runs:
+        played = []
+        for policy, ttft_s in (("round-robin", blind_s), ("cost", ours_s)):
+            one = outcome(policy, served_by_hour=served if policy == "cost" else [50, 100, 400])
+            one.whole.ttft_mean_s = ttft_s
+            played.append([one])
+        scene = Scene(row="P/D", name=name, traffic="weka", fleet=FLEET)
+        return Runs(scene, dict(zip(("round-robin", "cost"), played, strict=True)))
+
+    claim = claims_of(
+        [
+            pools("32 agents, 8 together", 8.0, 2.0, [60, 120, 400]),
+            pools("32 agents, 1P + 7D", 9.0, 2.5, [1, 2, 3]),
+            pools("32 agents, 2P + 6D", 9.0, 1.5, [70, 160, 400]),
+        ]
+    )[3]
+    assert [(one.before, one.after, one.held) for one in claim.findings] == [
+        (8.0, 1.5, True),
+        (100, 160, True),
+        (2.0, 1.5, False),
+        (120, 160, False),
+    ]
+    assert all("2P + 6D" in one.what for one in claim.findings), "the better split"
+    assert "1P + 7D: 2.5 s" in claim.notes[0]
+    assert claims_of([])[3].findings == []
 
 
 def test_a_prompt_of_15_000_tokens_takes_a_second_and_no_queue():

@@ -396,6 +396,18 @@ def test_a_restart_of_either_leaves_the_new_life_without_load(who: str):
     assert (load(lab, "p"), load(lab, "d")) == (NOTHING, NOTHING)
 
 
+def test_what_a_dead_prefill_endpoint_was_computing_is_waited_for_by_nobody():
+    lab = Lab()
+    lab.up("p", role=Role.PREFILL, process_start_s=1.0, **FIELDS)
+    lab.up("d", role=Role.DECODE, process_start_s=1.0, **FIELDS)
+    busy(lab)
+    tokens = prompt("r", 2000)
+    assert begin(lab, "r", tokens) == ("p", "d")
+    lab.up("p", role=Role.PREFILL, process_start_s=2.0, **FIELDS)
+    begin(lab, "same", tokens)
+    assert all(c.pending_tokens == c.local_tokens == 0 for c in decision(lab).candidates)
+
+
 def test_a_first_token_without_word_of_the_prefill_ends_it_too():
     lab = started()
     lab.first("r")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sumibi.bench.grid import cache_point, fleet, mooncake, serving_point
+from sumibi.bench.grid import apart, cache_point, fleet, mooncake, serving_point
 from sumibi.bench.judging import Runs, gather, hit_rate
 from sumibi.bench.pool import Kept, default_cache, fingerprint, run
 from sumibi.bench.replay import Report
@@ -25,6 +25,11 @@ CMD = "sumibi bench claims"
 CHUNKS = (8_192, 2_048)
 BATCH, CONTEXT = 32, 8_192
 """Sequences that decode beside a chunk, and what each has read."""
+PD_USERS = (32, 96)
+SPLITS = ((1, 7), (2, 6), (4, 4))
+"""Replicas for prefill and for decode, of eight."""
+TOGETHER = "8 together"
+PD_HOURS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,7 @@ def claims_of(runs: Sequence[Runs]) -> list[Claim]:
         _hit_rate(runs),
         _tiers(runs),
         _median_ttft(runs),
-        Claim(
-            "Prefill and decode on separate pools, with routing: TTFT 4x, +60 % requests (GLM-5.2, 8 x H200)",
-            notes=["Not simulated: placement on separate pools is not built yet."],
-        ),
+        _apart(runs),
         _stalls(runs),
         _system_prompt(runs),
     ]
@@ -141,6 +143,21 @@ def _scenes(agents: str) -> list[Scene]:
     ]
     scenes += [serving_point(agents, 64, "0.6 M", host=host) for host in (False, True)]
     scenes.append(serving_point(agents, 32, "1.77 M", host=False))
+    scenes += [
+        Scene(row="P/D", name=f"{users} agents, {name}", traffic=agents, users=users, fleet=spec)
+        for users in PD_USERS
+        for name, spec in [(TOGETHER, fleet("glm52-8xh200"))]
+        + [(_split(*split), apart("glm52-8xh200", *split)) for split in SPLITS]
+    ]
+    scenes += [
+        Scene(
+            row="chunks",
+            name=f"W7, 60 users, {_split(*split)}",
+            traffic="w7:users=60",
+            fleet=apart("qwen3-32b-tp2-h100", *split),
+        )
+        for split in SPLITS[1:]
+    ]
     scenes += [
         Scene(
             row="chunks",
@@ -254,6 +271,68 @@ def _median_ttft(all_runs: Sequence[Runs]) -> Claim:
     return claim
 
 
+def _split(prefill: int, decode: int) -> str:
+    return f"{prefill}P + {decode}D"
+
+
+def _apart(all_runs: Sequence[Runs]) -> Claim:
+    claim = Claim(
+        "Prefill and decode on separate pools, with routing: TTFT 4x, +60 % requests (GLM-5.2, 8 x H200)"
+    )
+    by_name = {runs.scene.name: runs for runs in all_runs if runs.scene.row == "P/D"}
+    for users in PD_USERS:
+        together = by_name.get(f"{users} agents, {TOGETHER}")
+        splits = {
+            name: by_name[f"{users} agents, {name}"]
+            for name in (_split(*split) for split in SPLITS)
+            if f"{users} agents, {name}" in by_name
+        }
+        if together is None or not splits:
+            continue
+        best = min(splits, key=lambda name: _of(splits[name], OURS).whole.ttft_mean_s)
+        after = _of(splits[best], OURS)
+        for policy in (BLIND, OURS):
+            before = _of(together, policy)
+            what = f"{users} agents, together with {policy} -> {best} with {OURS}"
+            ttft = before.whole.ttft_mean_s, after.whole.ttft_mean_s
+            served = _served(before), _served(after)
+            claim.findings += [
+                Finding(f"mean TTFT, {what}", *ttft, "s", after.least_ttft_mean_s, ttft[1] <= ttft[0] / 4),
+                Finding(
+                    f"requests in {PD_HOURS} h, {what}",
+                    *served,
+                    "requests",
+                    None,
+                    served[1] >= 1.6 * served[0],
+                ),
+            ]
+        for policy in (OURS, BLIND):
+            row = {TOGETHER: together, **splits}
+            figures = (
+                f"{name}: {_number(_of(runs, policy).whole.ttft_mean_s)} s,"
+                f" p99 between tokens {1_000 * _of(runs, policy).itl_p99_s:.0f} ms,"
+                f" hit rate {hit_rate(_of(runs, policy)):.1%}"
+                for name, runs in row.items()
+            )
+            claim.notes.append(f"{users} agents, {policy}, mean TTFT: {'; '.join(figures)}")
+    if claim.findings:
+        claim.notes += [
+            "Sixty-four GPUs in each fleet, 1.77 M tokens of KV a replica: whoever finds no room where it"
+            " decodes waits. KV goes over 40 GB/s; every pair pays HTTP twice. The split with the lowest mean"
+            " TTFT is shown, the others are in the notes.",
+            "What is gained over round-robin is routing's; the lines with the same policy before and after"
+            " say what separate pools add. Agents' turns have few new tokens and long prefixes, which lie on"
+            " two replicas once a pair has computed them: pools cost cache, and few turns gain from them.",
+        ]
+    return claim
+
+
+def _served(one: Outcome) -> float:
+    """Requests served in the first hours."""
+    hours = one.served_by_hour
+    return float(hours[min(PD_HOURS, len(hours)) - 1]) if hours else 0.0
+
+
 def chunk_stall_s(times: StepTimes, chunk_tokens: int, cached_tokens: int) -> float:
     """A step that computes a chunk after what is cached, beside a batch that decodes."""
     return times.step_s(times.chunk_s(chunk_tokens, cached_tokens), BATCH, BATCH * CONTEXT)
@@ -286,9 +365,36 @@ def _stalls(all_runs: Sequence[Runs]) -> Claim:
             before_ms, after_ms = (1_000 * _of(runs, policy).itl_p99_s for policy in (BLIND, OURS))
             what = f"p99, {runs.scene.name}, {BLIND} -> {OURS}"
             claim.findings.append(Finding(what, before_ms, after_ms, "ms", None, after_ms <= 100.0))
+    for name in (_split(*split) for split in SPLITS):
+        pools = by_name.get(f"W7, 60 users, {name}")
+        if wide is None or pools is None:
+            continue
+        for policy in (BLIND, OURS):
+            before_one, after_one = _of(wide, policy), _of(pools, policy)
+            claim.findings.append(
+                Finding(
+                    f"p99, W7, 60 users, 8 together -> {name}, {policy}",
+                    1_000 * before_one.itl_p99_s,
+                    1_000 * after_one.itl_p99_s,
+                    "ms",
+                    None,
+                    1_000 * after_one.itl_p99_s <= 100.0,
+                )
+            )
+            claim.findings.append(
+                Finding(
+                    "  its mean TTFT",
+                    before_one.whole.ttft_mean_s,
+                    after_one.whole.ttft_mean_s,
+                    "s",
+                    None,
+                    None,
+                )
+            )
     claim.notes.append(
-        "Bound of a step: the same batch decodes by itself, as it would on a pool of its own (not simulated)."
-        " On one pool smaller chunks and fewer of them are all there is."
+        "Bound of a step: the same batch decodes by itself. On one pool smaller chunks and fewer of them are"
+        " all there is. On pools of their own round-robin sends every prompt away, whatever that costs before"
+        f" the first token; {OURS} lets those wait who decode where that is the smaller loss."
     )
     return claim
 

@@ -48,6 +48,16 @@ def fleet(name: str, **changes: object) -> FleetSpec:
     return msgspec.structs.replace(spec, groups=[group], scrape_interval_s=SCRAPE_S)
 
 
+def apart(name: str, prefill: int, decode: int) -> FleetSpec:
+    """The same replicas in two pools, for prefill and for decode."""
+    spec = fleet(name)
+    groups = [
+        msgspec.structs.replace(spec.groups[0], name=role, role=role, count=count)
+        for role, count in (("prefill", prefill), ("decode", decode))
+    ]
+    return msgspec.structs.replace(spec, name=f"{spec.name}-{prefill}p{decode}d", groups=groups)
+
+
 def cache_grid(agents: str = "weka") -> list[Scene]:
     """Cache arithmetic over agent sessions, and both halves of them at two points."""
     scenes = []

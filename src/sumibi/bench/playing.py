@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 
@@ -122,6 +123,7 @@ def _simulated(point: Point, fleet: FleetSpec, traces: Path | None) -> Outcome:
         itl_p99_s=figures.itl_p99_s,
         e2e_mean_s=figures.e2e_mean_s,
         even_e2e_mean_s=NAN if _users_think(played) else even_e2e_s(run, fleet, least.ttft_s),
+        served_by_hour=_by_hour(calls),
         busy_spread_p95=figures.busy_spread_p95,
         least_busy_spread_p95=least_busy_spread(run, least, lambda i: i),
         staying_busy_spread_p95=least_busy_spread(
@@ -157,6 +159,16 @@ def part_of(calls: Calls, rows: Sequence[int]) -> Part:
         ttft_p99_s=percentile(ttft_s, 0.99),
         output_tokens_per_s=sum(calls.output_tokens[i] for i in served) / span_s if span_s else NAN,
     )
+
+
+def _by_hour(calls: Calls) -> list[int]:
+    """Requests that were served by the end of each hour."""
+    counts: list[int] = []
+    for i in calls.done():
+        hour = int(calls.end_s[i] // 3600)
+        counts += [0] * (hour + 1 - len(counts))
+        counts[hour] += 1
+    return list(accumulate(counts))
 
 
 def _within(calls: Calls, windows_s: Sequence[tuple[float, float]]) -> list[int]:

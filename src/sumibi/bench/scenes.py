@@ -86,6 +86,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     """Closed loop without pauses on equal replicas: about what they take if users are spread evenly at all
     times and nothing is computed twice. (Of steps that grow evenly with the batch, even batches do the most.)
     """
+    served_by_hour: list[int] = []
+    """Requests served by the end of each hour, in all so far."""
     busy_spread_p95: float = float("nan")
     """95th percentile over ten-minute windows of the busiest replica's time over the mean."""
     least_busy_spread_p95: float = float("nan")

@@ -69,6 +69,8 @@ class Computing:
         found: dict[Endpoint, tuple[int, float]] = {}
         for endpoint, blocks, attempt, request in self._underway.reach(keys, length, have):
             owner, where = request.owner, attempt.computes
+            if where.first_token_t is None and not where.current:
+                continue  # a leg whose process is gone: nothing will come of it
             left_s = 0.0
             if where.first_token_t is None and owner in where.life.prefills:
                 where.endpoint.learner.sync()

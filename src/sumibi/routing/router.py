@@ -589,6 +589,12 @@ class Router:
             more = beyond(levels, roster.places, reused)
             left = [(roster.endpoints[place], blocks) for place, blocks in more.items()]
             lessons.placed(event.keys, model, left, block_tokens, attempt, t)
+            if sides is not None:
+                # It goes on where it decodes: copies at prefill endpoints are not wanted any more.
+                for place in beyond(sides.legs.levels, sides.prefill.places, 0):
+                    other = sides.prefill.endpoints[place]
+                    if other.role is Role.PREFILL:
+                        other.moved_away(event.keys)
             order_some(roster.endpoints, t, block_tokens, model.returns)
 
     # --- held requests ---
