@@ -56,11 +56,13 @@ _TRUST = (Grade.NONE, Grade.APPROXIMATE, Grade.EXACT)
 class Changes:
     """What happened to endpoints."""
 
-    __slots__ = ("count", "log")
+    __slots__ = ("count", "latest", "log")
 
     def __init__(self) -> None:
         self.count = 0
         """Changes that a `Roster` depends on."""
+        self.latest: Rows | None = None
+        """What the latest decision went by, of a large fleet."""
         self.log: list[Endpoint] = []
         """Those whose load, learnt model or order of victims changed since `count` did."""
 
@@ -74,6 +76,12 @@ class Changes:
         """Note one that rosters depend on."""
         self.count += 1
         self.log.clear()
+        self.latest = None
+
+    def settle(self, t: float) -> None:
+        """Have the next decision find all of this done: what changed is at hand now, and may not be then."""
+        if self.latest is not None:
+            self.latest.refresh(t)
 
 
 class BusyPeriod:
@@ -656,6 +664,10 @@ class Fleet:
         if excluded is None:
             return self.prefill_roster(model, None).endpoints
         return self._prefillers(model, excluded)
+
+    def settle(self, t: float) -> None:
+        """An event was taken: see to what changed."""
+        self._changes.settle(t)
 
     def prefill_roster(self, model: str, endpoints: list[Endpoint] | None) -> Roster:
         """Of these `prefillers` for `model`; None: of all."""

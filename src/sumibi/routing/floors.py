@@ -34,6 +34,7 @@ class _Part:
         "fixed",
         "hardware",
         "held",
+        "least_held",
         "least_own",
         "least_own_decode",
         "own",
@@ -50,6 +51,8 @@ class _Part:
         zeros = [0.0] * len(places)
         self.held = array("d", zeros)
         """This request and, as they count, those it holds up."""
+        self.least_held = 1.0
+        """No endpoint has less."""
         self.least_own = self.least_own_decode = 1.0
         """None of them has, or had, smaller factors of its own."""
         self.own = zeros.copy()
@@ -146,7 +149,9 @@ class Rows:
             part.least_own = own
         if learner.own_decode < part.least_own_decode:
             part.least_own_decode = learner.own_decode
-        part.held[i] = 1.0 + held_up
+        part.held[i] = held = 1.0 + held_up
+        if held < part.least_held:
+            part.least_held = held
         if prefills:
             head_s = next(iter(prefills.values())).work_ns * 1e-9
             part.fixed[i] = held_up + len(prefills)
@@ -166,12 +171,13 @@ class Rows:
 def rows(roster: Roster, priority: int, t: float) -> Rows:
     """As the endpoints are now, for requests of this priority."""
     known = roster.rows.get(priority)
-    if known is not None:
+    if known is None:
+        if len(roster.rows) >= MOST_PRIORITIES:
+            roster.rows.clear()
+        known = roster.rows[priority] = Rows(roster, priority, t)
+    else:
         known.refresh(t)
-        return known
-    if len(roster.rows) >= MOST_PRIORITIES:
-        roster.rows.clear()
-    known = roster.rows[priority] = Rows(roster, priority, t)
+    roster.changes.latest = known
     return known
 
 
@@ -198,8 +204,12 @@ class Floors:
         for part, terms in zip(self._rows.parts, self._terms, strict=True):
             work_s = terms.work_s(reused_tokens)
             most_held = terms.most_held(limit_s, part, work_s)
+            if most_held < part.least_held:
+                continue  # nobody: the usual case
             places = [place for place, held in zip(part.places, part.held, strict=True) if held <= most_held]
-            if len(places) <= FEW_NEAR:
+            if not places:
+                part.least_held = min(part.held)
+            elif len(places) <= FEW_NEAR:
                 found += [(self.at(place, reused_tokens), place) for place in places]
             else:
                 found += terms.near(limit_s, part, work_s)

@@ -183,12 +183,16 @@ class Router:
             self._observer(_recordable(event))
         self._out = []
         self._handlers[type(event)](event)
+        if not self._after:
+            self._fleet.settle(self._t)
         return self._out
 
     def _catch_up(self) -> None:
-        for work in self._after:
-            work()
-        self._after.clear()
+        if self._after:
+            for work in self._after:
+                work()
+            self._after.clear()
+            self._fleet.settle(self._t)
 
     # --- requests ---
 
