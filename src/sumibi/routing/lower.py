@@ -15,6 +15,8 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
+import msgspec
+
 from sumibi.core.prefixcache import PrefixCache
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Grade, Tier
@@ -244,7 +246,7 @@ def levels_of(runs: Sequence[Run], holders: Sequence[int]) -> list[tuple[int, in
     return sorted(found.items())
 
 
-class TierView(NamedTuple):
+class TierView(msgspec.Struct, frozen=True, kw_only=True):
     """A tier as the router knows it, for one endpoint."""
 
     name: str
