@@ -2,12 +2,16 @@
 
 Text as an agent sends it, whole at every turn, through the reader of prompts; its blocks in an index; and
 the sessions that the router recognises. All turns add the same number of characters.
+
+The program is played twice at once, by two readers: when the one is near its end the other is near its early
+turns, and from there on they take turns, so that the machine was the same to both.
 """
 
 import json
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.decide import content
@@ -77,7 +81,7 @@ class Run:
         messages.append({"role": "assistant", "content": self.words(ANSWER_WORDS)})
 
 
-def _play() -> Run:
+def _start() -> Run:
     directory = ensure_model(DEFAULT_MODEL)
     tokenizer = Tokenizer.load(directory)
     run = Run(
@@ -87,6 +91,11 @@ def _play() -> Run:
         random.Random(content.SEED),
     )
     run.index.new_holder()
+    return run
+
+
+def _play(run: Run) -> Iterator[int]:
+    """Play it; yields the number of each of the program's own turns, its forks played too."""
     own = TURNS - FORKS * FORK_TURNS
     forked = set(run.rng.sample(range(own), FORKS))
     resets = {own * (i + 1) // (RESETS + 1) for i in range(RESETS)}
@@ -101,8 +110,23 @@ def _play() -> Run:
             branch = list(messages)
             for _ in range(FORK_TURNS):
                 run.turn(branch, forked=True)
+        yield len(run.turns)
     assert len(run.turns) == TURNS
-    return run
+
+
+def _play_both() -> tuple[Run, Run]:
+    """One that is played to its early turns, and one to its late ones."""
+    early, late = _start(), _start()
+    beginning, end = _play(early), _play(late)
+    before = WINDOW + 2 * FORK_TURNS
+    next(number for number in end if number >= LATE - before)
+    next(number for number in beginning if number >= EARLY - before)
+    for _ in end:
+        if len(early.turns) < EARLY:
+            next(beginning)
+    while len(early.turns) < EARLY:
+        next(beginning)
+    return early, late
 
 
 def _around(run: Run, last: int) -> list[Turn]:
@@ -112,9 +136,9 @@ def _around(run: Run, last: int) -> list[Turn]:
 
 def _make() -> tuple[Tasks, str]:
     def program(_: int) -> Results:
-        run = _play()
+        early, late = _play_both()
         results: Results = {}
-        for name, last in (("early", EARLY), ("late", LATE)):
+        for name, run, last in (("early", early, EARLY), ("late", late, LATE)):
             turns = _around(run, last)
             results[f"{name}_key_us"] = statistics.median(turn.key_us for turn in turns)
             results[f"{name}_index_bytes"] = statistics.mean(turn.index_bytes for turn in turns)
