@@ -294,6 +294,29 @@ def test_transfers_are_learnt_at_the_endpoint_they_go_to():
     assert lab.view("p").transfer_factor == 1.0
 
 
+def test_in_large_pools_the_pairs_are_those_of_looking_at_all(monkeypatch: pytest.MonkeyPatch):
+    def played(many: int) -> list[tuple[str | None, str]]:
+        monkeypatch.setattr("sumibi.routing.placing.MANY", many)
+        lab = fleet([f"p{i}" for i in range(20)], [f"d{i}" for i in range(20)], check=False)
+        made = []
+        for i in range(120):
+            request = f"r{i}"
+            made.append(begin(lab, request, prompt(i % 30, 200 + 97 * (i % 17) * (i % 5))))
+            lab.t += 0.05
+            if made[-1][0] is not None and i % 3:
+                prefilled(lab, request)
+            if i % 2:
+                lab.first(request)
+            if i % 7 == 0:
+                lab.finish(request)
+        lab.router.check_integrity()
+        return made
+
+    few, all_ = played(16), played(1000)
+    assert few == all_
+    assert 20 < sum(prefill is not None for prefill, _ in few) < 110
+
+
 # --- ways out ---
 
 

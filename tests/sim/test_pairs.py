@@ -223,8 +223,8 @@ def test_nobody_who_decodes_stands_still_for_a_prefill():
 
 
 def test_pools_win_between_tokens_and_lose_before_the_first():
-    """The direction of the published W4 (5,000 in, 250 out, nothing shared): 8 ms between tokens instead of 25,
-    a shorter whole, and a first token after 1.4 s instead of 0.53 s.
+    """The direction of the published W4 (5,000 in, 250 out, nothing shared): 8 ms between tokens instead of
+    25, a shorter whole, and a first token after 1.4 s instead of 0.53 s.
     """
     random, t = Random(4), 0.0
     asked = []

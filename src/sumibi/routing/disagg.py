@@ -12,7 +12,9 @@ transfer  the KV of what it lacks of the prompt, over the slower of the two link
 delay     each step of those who decode there is longer by one sequence. No prefill makes them stand still.
 evict     what the prompt's KV and the answer push out of its cache: both endpoints have a copy.
 
-Each endpoint is priced once for its share; pairs are sums. A pair is made within one revision. The price
+Each endpoint is priced once for its share; pairs are sums. (Of a large pool only those prefill endpoints are
+combined that are near the best by themselves, as for whole runs: where room at the decode endpoint decides, a
+slower one with less to lose is not looked for.) A pair is made within one revision. The price
 keeps short remainders where their conversation decodes: there is little to compute, and a transfer would cost
 more.
 
@@ -179,8 +181,8 @@ def pairs(
             priority=ask.priority,
         )
         costs = [cost(leg, e, part, ask.prompt_tokens) for e, leg in near]
-        best = min(costs, key=lambda each: each.total_s)
-        limit_s = best.total_s + SLACK * best.ttft_s
+        best = min(range(len(near)), key=lambda i: costs[i].total_s)
+        limit_s = costs[best].total_s + SLACK * near[best][1].ttft_s
         tied = [(leg, each) for (_, leg), each in zip(near, costs, strict=True) if each.total_s <= limit_s]
         leg, taken = min(tied, key=lambda one: (-one[0].reused_tokens, one[0].dispatched))
         endpoints.append(endpoint)
