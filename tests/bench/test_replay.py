@@ -180,6 +180,23 @@ def test_mistakes(
     assert said in capsys.readouterr().err
 
 
+def test_policies_that_make_no_pairs_are_named_before_anything_is_played(trace: Path):
+    pools = FLEET.replace("{count", "{role: decode, name: d, count") + FLEET.split("groups:\n")[1].replace(
+        "{count", "{role: prefill, name: p, count"
+    )
+    told: list[str] = []
+    with pytest.raises(ConfigError, match="dynamo-kv makes no pairs"):
+        replay(
+            workload_of([str(trace)]),
+            parse(pools),
+            ["round-robin", "dynamo-kv"],
+            report=lambda who, what, done: told.append(who),
+        )
+    assert told == []
+    (run,) = replay(workload_of([str(trace)]), parse(pools), ["round-robin"])
+    assert (run.record()["requests"], run.record()["rejected"]) == (4, 1)
+
+
 def test_the_page_has_a_fleet_that_is_one():
     page = (Path(__file__).resolve().parents[2] / "docs/replay.md").read_text()
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

@@ -11,7 +11,7 @@ from sumibi.bench.bounds import Bounds, BoundsOf
 from sumibi.bench.traces import read_all
 from sumibi.bench.workloads import generate, generator_of
 from sumibi.core.errors import ConfigError
-from sumibi.routing.policies import POLICIES
+from sumibi.routing.policies import POLICIES, check_pairing
 from sumibi.sim.fleet import FleetSpec
 from sumibi.sim.results import Run
 from sumibi.sim.simulate import simulate
@@ -98,6 +98,9 @@ def replay(
 
     Baselines are calibrated for the fleet as their authors would.
     """
+    if any(group.role != "both" for group in fleet.groups):
+        for name in names:
+            check_pairing(name)
     users = with_users(workload, users)
     tell = report or (lambda who, what, done: None)
     tell("bounds", "the tree of all prompts", None)
