@@ -131,8 +131,7 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
                     pending_s=0.0,
                     output_tokens=30.0,
                     block_tokens=BLOCK,
-                    level_s=1.0 + sum(e.work_lately_s(lab.t) for e in endpoints) / len(endpoints),
-                    few_s=1.0,
+                    spread=spread_over(roster, lab.t),
                     priority=priority,
                 )
                 assert bound_s <= candidate.total_s * (1 + ROUNDING)

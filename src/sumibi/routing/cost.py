@@ -24,7 +24,9 @@ evict    to recompute what this request pushes out of the cache: the blocks used
          be pushed out as they grow (CROWD). What goes to a tier below costs the fetch, not the prefill, by
          the same chance; what falls out of that one is lost, unless a store has it.
 balance  the prefill itself, wherever it is computed (WORK), more where more than its share was computed
-         lately: conversations stay, so such an endpoint will be asked for more.
+         lately: conversations stay, so such an endpoint will be asked for more. And for those that will
+         follow a prompt that is new: it settles where it is computed, they decode beside whom settled there
+         before (FOLLOWERS).
 
 The few constants are exchange rates between kinds of seconds. They were chosen on the agents' sessions, the
 ladder W2 and W12 together (docs/decisions/0016) and are the same for every fleet.
@@ -35,6 +37,7 @@ Times come from the endpoint's own latency model as learnt so far.
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.lower import NO_FETCH, Fetch, Kind
+from sumibi.routing.spread import Spread
 
 WORK = 0.3
 """A second of prefill costs so much more than the seconds it is waited for: even an idle endpoint will be
@@ -45,11 +48,17 @@ RETURNS = 0.5
 """Those expected back count half: they may be sent elsewhere, if that is better for them."""
 EVICT = 1.5
 """What is lost is computed again on an endpoint that has others to serve: they wait as well."""
-CROWD, POWER = 5.0, 4.0
+CROWD, POWER = 5.0, 4
 """Storing a second of prefill where live conversations fill the part x of a cache that has room yet costs
 CROWD*x^POWER: they grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
-FEW_PREFILLS = 16
-"""So many usual prefills are added to what each endpoint did: differences of a few do not count."""
+FULL_POWER = 16
+"""The power where there is no room left: the victims tell what is lost now, this adds that all are live."""
+FOLLOWERS = 50.0
+"""So many later requests are expected to decode where a prompt is computed that nobody has: it may be the
+first of a group, or of a long conversation."""
+FREE_FORK = 0.5
+"""A new conversation that begins like others has followers as well: its own. That counts where so much more
+than the mean settled, since to compute the beginning once more is dear."""
 MILD, FREE_EXCESS, STEEP = 0.05, 0.1, 4.0
 """A second of prefill on an endpoint whose share is x above the mean costs MILD*x more and, beyond
 FREE_EXCESS, STEEP for each further unit of x."""
@@ -58,10 +67,19 @@ FREE_EXCESS, STEEP for each further unit of x."""
 def imbalance(worked_s: float, level_s: float) -> float:
     """Seconds that one second of prefill costs beyond itself at an endpoint that had so many lately.
 
-    `level_s` is the mean of all candidates. FEW_PREFILLS usual prefills are added to both.
+    `level_s` is the mean of all candidates. Some usual prefills are added to both (`spread`).
     """
     excess = worked_s / level_s - 1.0
     return MILD * excess + STEEP * max(0.0, excess - FREE_EXCESS)
+
+
+def pushed_out_s(work_s: float, crowd: float, lost_s: float | None) -> float:
+    """Seconds that storing a prefill of `work_s` costs where live conversations fill the part `crowd`;
+    `lost_s`: to compute what has to go now, by its chances of return. None: there is room.
+    """
+    if lost_s is None:
+        return work_s * CROWD * float(crowd**POWER)
+    return EVICT * lost_s + work_s * CROWD * float(crowd**FULL_POWER)
 
 
 def price(
@@ -74,15 +92,14 @@ def price(
     pending_s: float,
     output_tokens: float,
     block_tokens: int,
-    level_s: float,
-    few_s: float,
+    spread: Spread,
+    forks: bool = False,
     ahead_s: float = 0.0,
     priority: int = 0,
     below: Fetch = NO_FETCH,
 ) -> Candidate:
     """The cost of one request at one endpoint, now. `output_tokens` is what it is expected to generate,
-    `level_s` what the candidates computed lately, on average, and `few_s`, which is some prefills more;
-    `below` is what it fetches.
+    `spread` how evenly all candidates were given work; `forks`: see `returns`; `below` is what it fetches.
     """
     learner, load = endpoint.learner, endpoint.load
     learner.sync()
@@ -134,15 +151,25 @@ def price(
         coming = load.prefill_tokens + answers_tokens
         live_tokens = recency.live_blocks * block_tokens + coming
         crowd = min(1.0, (live_tokens + needed / 2) / room)
-        evict_s = work_s * CROWD * crowd**POWER
+        lost_s: float | None = None
         over = needed - freed - max(0, room - kept - coming)
         if over > 0:
-            evict_s = EVICT * recency.loss_s(-int(-over // block_tokens)) * work_factor
+            lost_s = recency.loss_s(-int(-over // block_tokens)) * work_factor
+        evict_s = pushed_out_s(work_s, crowd, lost_s)
         if lower is not None:
             leaves = needed - max(0, capacity - on_device - coming)
             evict_s = lower.evict_s(evict_s, recency, over, leaves, endpoint.below_blocks(), block_tokens)
 
-    balance_s = work_s * (WORK + imbalance(endpoint.work_lately_s(t) + few_s, level_s))
+    hardware_work = learner.shared.work
+    worked_s = endpoint.worked_lately_s(t) * hardware_work + spread.few_s
+    balance_s = work_s * (WORK + imbalance(worked_s, spread.level_s))
+    more_settled_s = endpoint.settled_lately_s(t) * hardware_work - spread.least_settled_s
+    if more_settled_s > 0:
+        beside = more_settled_s / spread.settled_level_s
+        followers = new / prompt_tokens * beside
+        if forks:
+            followers = max(followers, beside - FREE_FORK)
+        balance_s += DECODE * FOLLOWERS * spread.inflight * followers * output_tokens * step_growth_s
 
     start_s = max(wait_s, pending_s, room_s)
     fetch_s = below.takes_s(t + start_s) if below.tokens else 0.0

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sumibi.routing.cost import CROWD, DECODE, EVICT, POWER
+from sumibi.routing.cost import DECODE, pushed_out_s
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.fleet import Endpoint
 from sumibi.routing.placing import Looked
@@ -101,10 +101,11 @@ def share(
         if endpoint.lower is not None:
             room, kept = endpoint.room_tokens(), endpoint.kept_tokens(block_tokens)
         crowd = min(1.0, (live_tokens + needed / 2) / room)
-        evict_s = work_s * CROWD * crowd**POWER
+        lost_s: float | None = None
         over = needed - max(0, room - kept - coming)
         if over > 0:
-            evict_s = EVICT * recency.loss_s(-int(-over // block_tokens)) * learner.work_factor
+            lost_s = recency.loss_s(-int(-over // block_tokens)) * learner.work_factor
+        evict_s = pushed_out_s(work_s, crowd, lost_s)
     after_s = learner.overhead_s + step_s + step_growth_s
     return Share(endpoint, local, there.fetch_s, room_s, after_s, delay_s, evict_s)
 

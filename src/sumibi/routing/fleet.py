@@ -143,6 +143,7 @@ class Endpoint:
         "recency",
         "revision",
         "role",
+        "settled_s",
         "signals",
         "stores",
         "tiers",
@@ -189,7 +190,10 @@ class Endpoint:
         """What its KV events said; stays if they stop for a while."""
         self.recency = Recency(config.recall_blocks)
         self.worked_s = self.worked_t = 0.0
-        """Prefill work placed here, fading, as of `worked_t`."""
+        """Prefill work placed here, fading, as of `worked_t`: by the start's coefficients, times its own
+        speed."""
+        self.settled_s = 0.0
+        """The same of what was new in its prompt, each by that part."""
         self.holders = 1 << self.recall.holder
         """Bit set of the holders in the index whose blocks spare a prefill here."""
         self.signals: Signals | None = None
@@ -246,18 +250,27 @@ class Endpoint:
         lower = self.lower
         return known if lower is None or lower.front is None else min(known, lower.front.blocks)
 
-    def worked(self, work_s: float, t: float) -> None:
-        """A prefill of so much work was placed here."""
-        self.worked_s = self.worked_s * 0.5 ** ((t - self.worked_t) / SHARE_HALF_LIFE_S) + work_s
+    def worked(self, start_work_s: float, new: float, t: float) -> None:
+        """A prefill of so much work, by the start's coefficients, was placed here; the part `new` of the
+        prompt was computed.
+        """
+        fade, work_s = faded_s(1.0, t - self.worked_t), start_work_s * self.learner.own
+        self.worked_s = self.worked_s * fade + work_s
+        self.settled_s = self.settled_s * fade + work_s * new
         self.worked_t = t
         self.touch()
 
-    def work_lately_s(self, t: float) -> float:
-        """Seconds of prefill that were placed here, the last half-hour counting most.
+    def worked_lately_s(self, t: float) -> float:
+        """Prefill work that was placed here, the last half-hour counting most, by the start's coefficients
+        and its own speed: times the hardware's factor it is in seconds.
 
         Of a `t` before the last placement: what the same work would have counted then.
         """
         return faded_s(self.worked_s, t - self.worked_t)
+
+    def settled_lately_s(self, t: float) -> float:
+        """The same of what settled here."""
+        return faded_s(self.settled_s, t - self.worked_t)
 
     def order_victims(self, t: float, block_tokens: int, returns: ReturnTimes) -> None:
         """Have its `recency` as of now."""

@@ -14,6 +14,7 @@ from array import array
 from sumibi.routing.cost import DECODE, MILD, WORK
 from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
 from sumibi.routing.learning import MOST, Hardware
+from sumibi.routing.spread import Spread, spread
 
 MOST_PRIORITIES = 16
 """Whose rows are kept."""
@@ -40,8 +41,10 @@ class _Part:
         "own",
         "places",
         "rest_s",
+        "settled",
         "steps",
         "work",
+        "worked",
     )
 
     def __init__(self, hardware: Hardware, places: list[int]) -> None:
@@ -63,6 +66,10 @@ class _Part:
         """Of its work."""
         self.rest_s = zeros.copy()
         """Work of all prefills reserved there but the first, by the start's coefficients."""
+        self.worked = zeros.copy()
+        """What was computed there lately, see `spread`."""
+        self.settled = zeros.copy()
+        """And what settled."""
         self.steps = zeros.copy()
         """Of what one more sequence adds to all steps of an answer, the endpoint's own factor included."""
 
@@ -76,11 +83,11 @@ class Rows:
         "_changes",
         "_count",
         "_endpoints",
+        "_inflight",
         "_oldest_t",
         "_places",
         "_priority",
         "_seen",
-        "_shares_s",
         "_shares_t",
         "_typical_s",
         "head_s",
@@ -105,7 +112,8 @@ class Rows:
         self.since_t = [0.0] * count
         """When it was begun."""
         self._typical_s = [0.0] * count
-        self._shares_s, self._shares_t = [0.0] * count, 0.0
+        self._inflight = [0] * count
+        self._shares_t = 0.0
         """What was computed there lately, as of that time."""
         self._oldest_t = float("inf")
         """Not after the oldest order of victims."""
@@ -124,13 +132,15 @@ class Rows:
                     self._fill(at, endpoint)
         self._seen = len(log)
 
-    def typical_s(self) -> float:
-        """A usual prefill at each, summed."""
-        return sum(self._typical_s)
-
-    def lately_s(self, t: float) -> float:
-        """What was computed lately, summed."""
-        return faded_s(sum(self._shares_s), t - self._shares_t)
+    def spread(self, t: float) -> Spread:
+        """How evenly they were given work."""
+        return spread(
+            [(part.hardware, part.worked, part.settled) for part in self.parts],
+            faded_s(1.0, t - self._shares_t),
+            sum(self._typical_s),
+            sum(self._inflight),
+            len(self._endpoints),
+        )
 
     def ordered_since(self, t: float) -> bool:
         """Whether no order of victims is older."""
@@ -164,7 +174,9 @@ class Rows:
         part.work[i] = held_up + (1.0 + WORK - MILD)
         part.steps[i] = learner.own_decode * (held_up + DECODE * len(prefills))
         self._typical_s[place] = endpoint.typical_prefill_s
-        self._shares_s[place] = endpoint.work_lately_s(self._shares_t)
+        self._inflight[place] = load.inflight
+        part.worked[i] = endpoint.worked_lately_s(self._shares_t)
+        part.settled[i] = endpoint.settled_lately_s(self._shares_t)
         self._oldest_t = min(self._oldest_t, endpoint.recency.computed_t)
 
 

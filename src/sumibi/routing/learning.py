@@ -72,6 +72,11 @@ class Hardware:
         self.slowest = self.slowest_decode = 1.0
         """The largest factors of its own that an endpoint ever had."""
 
+    @property
+    def work(self) -> float:
+        """The factor on the work of prefills."""
+        return self.x[2]
+
     def least(self) -> tuple[float, float, float]:
         """Factors (fixed, work, decode): times an endpoint's own never above what it is priced with."""
         _, fixed, work = self.x

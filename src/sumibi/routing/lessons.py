@@ -34,7 +34,7 @@ def placed(
     attempt.prompt = endpoint.recency.begin(keys, t)
     if endpoint.lower is not None:
         endpoint.lower.used(keys, t)
-    endpoint.worked(attempt.candidate.compute_s, t)
+    _worked(attempt, keys, block_tokens, t)
     for other in left:
         other.moved_away(keys)
 
@@ -66,9 +66,18 @@ def placed_apart(
         each.prompt = each.endpoint.recency.begin(keys, t)
         if each.endpoint.lower is not None:
             each.endpoint.lower.used(keys, t)
-    leg.endpoint.worked(leg.candidate.compute_s, t)
+    _worked(leg, keys, block_tokens, t)
     for other in left:
         other.moved_away(keys)
+
+
+def _worked(attempt: Attempt, keys: Sequence[int], block_tokens: int, t: float) -> None:
+    """A prefill was placed."""
+    learner, candidate = attempt.endpoint.learner, attempt.candidate
+    work_s = candidate.compute_s - learner.start.a_s * learner.fixed_factor
+    blocks = len(keys)
+    new = 1.0 - candidate.reused_tokens / (blocks * block_tokens) if blocks else 1.0
+    attempt.endpoint.worked(max(0.0, work_s) / learner.work_factor, max(0.0, new), t)
 
 
 def idle(keys: Sequence[int], model: Model, attempt: Attempt, t: float) -> None:

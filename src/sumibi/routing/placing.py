@@ -10,10 +10,10 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from sumibi.routing.computing import Computing
-from sumibi.routing.cost import FEW_PREFILLS, price
+from sumibi.routing.cost import price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
-from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
+from sumibi.routing.fleet import Endpoint, Roster
 from sumibi.routing.floors import ROUNDING, Floors, rows
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.levels import Levels, blocks_of, deepest
@@ -21,6 +21,7 @@ from sumibi.routing.lower import NO_FETCH, Fetch, Kind, Run, fetch, levels_of
 from sumibi.routing.policies.cost import SLACK
 from sumibi.routing.recency import FRESH_S
 from sumibi.routing.returns import ReturnTimes
+from sumibi.routing.spread import spread_over
 
 MANY = 16
 """Up to so many endpoints all are priced."""
@@ -97,14 +98,12 @@ def candidates(
     known = rows(roster, event.priority, t) if count > MANY else None
     if known is None:
         _order(endpoints, t - FRESH_S, t, block_tokens, returns)
-        typical_s, shares_t = sum([e.typical_prefill_s for e in endpoints]), share_epoch_t(t)
-        lately_s = faded_s(sum([e.work_lately_s(shares_t) for e in endpoints]), t - shares_t)
+        spread = spread_over(roster, t)
     else:
         if not known.ordered_since(t - STALE_S):
             _order(endpoints, t - STALE_S, t, block_tokens, returns)
-        typical_s, lately_s = known.typical_s(), known.lately_s(t)
-    few_s = FEW_PREFILLS * typical_s / count
-    level_s = few_s + lately_s / count
+        spread = known.spread(t)
+    forks = returns.forks(keys, levels[-1][0], block_tokens) if levels and count > 1 else False
 
     def look(place: int) -> Candidate:
         endpoint, blocks = endpoints[place], blocks_of(levels, holders[place])
@@ -126,8 +125,8 @@ def candidates(
             pending_s=pending_s,
             output_tokens=output_tokens,
             block_tokens=block_tokens,
-            level_s=level_s,
-            few_s=few_s,
+            spread=spread,
+            forks=forks,
             ahead_s=ahead_s.get(endpoint.name, 0.0) if ahead_s else 0.0,
             priority=event.priority,
             below=below,

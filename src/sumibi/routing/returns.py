@@ -11,6 +11,7 @@ which is the survival estimate with those that never came back counted as still 
 how soon: whoever comes back while its endpoint is busy with a long prefill has to wait for the rest of it.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import log2
 
@@ -26,6 +27,10 @@ PRIOR_USES = 20.0
 PRIOR_RETURNED = (0.5, 0.9, 0.95)
 PRIOR_IDLE_S = (1.0, 300.0)
 """Those came back evenly (in the logarithm) between these idle times."""
+MOST_ENDS = 50_000
+"""Prompts whose ends are remembered."""
+LONG_ANSWER_TOKENS = 8192
+"""The next prompt of a conversation has its last one's end so many tokens at most before what is known."""
 FORGET_USES = 20_000.0
 """Beyond so many uses of a class the older ones begin to fade."""
 REFRESH_USES = 128
@@ -41,6 +46,8 @@ class ReturnTimes:
         self._history = PrefixCache(history_blocks)
         low, high = (_bin(idle_s) for idle_s in PRIOR_IDLE_S)
         prior = PRIOR_USES / (high - low + 1)
+        self._ends: OrderedDict[int, None] = OrderedDict()
+        """Last keys of the latest prompts."""
         self._uses = [PRIOR_USES] * CLASSES
         self._returns = [
             [share * prior if low <= i <= high else 0.0 for i in range(BINS)] for share in PRIOR_RETURNED
@@ -52,6 +59,13 @@ class ReturnTimes:
     def known_blocks(self, keys: Sequence[int]) -> int:
         """Leading blocks that a prompt has in common with earlier ones."""
         return self._history.match(keys)
+
+    def forks(self, keys: Sequence[int], known_blocks: int, block_tokens: int) -> bool:
+        """Whether a prompt, whose first `known_blocks` blocks are cached somewhere, begins like earlier ones
+        without being the next turn of any: a new conversation with a shared beginning.
+        """
+        oldest = max(0, known_blocks - LONG_ANSWER_TOKENS // block_tokens)
+        return known_blocks > 0 and self._ends.keys().isdisjoint(keys[oldest:known_blocks])
 
     def used(self, keys: Sequence[int], t: float) -> None:
         """A request with this prompt was placed at `t`."""
@@ -68,6 +82,11 @@ class ReturnTimes:
             if self._uses[c] > FORGET_USES:
                 self._uses[c] /= 2
                 self._returns[c] = [n / 2 for n in self._returns[c]]
+        if keys:
+            self._ends[keys[-1]] = None
+            self._ends.move_to_end(keys[-1])
+            if len(self._ends) > MOST_ENDS:
+                self._ends.popitem(last=False)
         self._since += 1
         if self._since >= REFRESH_USES:
             self._since = 0
