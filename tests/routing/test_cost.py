@@ -8,9 +8,11 @@ from sumibi.routing.cost import (
     CROWD,
     DECODE,
     EVICT,
-    FEW_PREFILLS,
+    FOLLOWERS,
     FREE_EXCESS,
     MILD,
+    MOST_FOLLOWERS,
+    MOST_MORE,
     POWER,
     RETURNS,
     STEEP,
@@ -18,6 +20,7 @@ from sumibi.routing.cost import (
     imbalance,
 )
 from sumibi.routing.fleet import SHARE_HALF_LIFE_S, TYPICAL_PROMPT_TOKENS, TYPICAL_RATE
+from sumibi.routing.spread import FEW_PREFILLS, FEW_SETTLED
 
 START = LatencyModel(a_s=0.1, b_s=1e-3, q_s=1e-6, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
 OUTPUT = 10
@@ -103,26 +106,37 @@ def returned(made, name, tokens, times, idle_s):
     return ended_t
 
 
+def returns_of(made):
+    return made.router._fleet.models["m"].returns
+
+
 def chances(made, names, ended_t):
     """Chance of return, by name, of conversations of eight turns that ended at `ended_t`."""
-    returns = made.router._fleet.models["m"].returns
+    returns = returns_of(made)
     return {name: returns.chance(8, made.t - t) for name, t in zip(names, ended_t, strict=True)}
 
 
 def test_eviction_costs_the_prefill_of_the_oldest_times_the_chance_that_it_returns():
     made = lab("a", kv_tokens=1000 * BLOCK)
     ended_t = returned(made, "old", 400 * BLOCK, 8, 10.0)
+    shot_t = []
     for i in range(14):
         made.run(f"shot {i}", prompt(f"shot {i}", 40 * BLOCK))
+        shot_t.append(made.t)
     # 407 blocks of the conversation and 560 of one-shots lie there; 33 are free. The prompt needs 40, its
     # output one more: 8 of the conversation's have to go, which is the oldest.
     assert made.view("a").blocks == 407 + 14 * 40
-    c = cost(made, "new", 40 * BLOCK)
+    made.t += 2.0  # so that the order of victims is as of now
     (chance,) = chances(made, ["old"], [ended_t]).values()
     assert 0.0 < chance < 1.0
+    live_blocks = 407 * chance + sum(40 * returns_of(made).chance(1, made.t - t) for t in shot_t)
+    c = cost(made, "new", 40 * BLOCK)
     # They are its last ones, which took the most to compute: each attends to about 403 blocks.
     end_s = 8 * BLOCK * (START.b_s + START.q_s * (407 - 8 / 2) * BLOCK)
-    assert c.evict_s == pytest.approx(EVICT * end_s * chance)
+    # And if nearly all that is here were live, each second stored would cost CROWD more.
+    crowd = (live_blocks * BLOCK + (40 * BLOCK + OUTPUT) / 2) / (1000 * BLOCK)
+    work_s = START.prefill_s(40 * BLOCK) - START.a_s
+    assert c.evict_s == pytest.approx(EVICT * end_s * chance + work_s * CROWD * crowd**POWER)
     assert cost(lab("a"), "1", 20 * BLOCK).evict_s == 0.0  # a cache whose size nobody knows
 
 
@@ -169,13 +183,36 @@ def test_each_second_of_work_has_a_price_more_above_the_mean_and_a_little_less_b
     usual_s = START.prefill_s(TYPICAL_PROMPT_TOKENS)
     done_s = START.prefill_s(1000)
     few_s = FEW_PREFILLS * (usual_s + TYPICAL_RATE * (done_s - usual_s) / 2)
-    level_s = few_s + done_s / 2
     work_s = done_s - START.a_s
-    excess = (few_s + done_s) / level_s - 1
-    assert excess == pytest.approx(0.05981, rel=1e-3)
     factor = busy.work_factor
-    assert found["a"].balance_s == pytest.approx(work_s * factor * (WORK + MILD * excess))
+    level_s = few_s + work_s * factor / 2
+    excess = (few_s + work_s * factor) / level_s - 1
+    assert excess == pytest.approx(0.0563, rel=1e-2)
     assert found["b"].balance_s == pytest.approx(work_s * factor * (WORK - MILD * excess))
+    # All of it was new, so it settled at the busy one, more above the other than counts.
+    assert work_s * factor > MOST_MORE * (work_s * factor / 2 + FEW_SETTLED * few_s / FEW_PREFILLS)
+    latency, output_tokens = made.view("a").latency, made.router._fleet.models["m"].output_tokens
+    steps_s = output_tokens * (latency.d1_s + latency.d2_s * (1000 + output_tokens / 2))
+    chance = returns_of(made).chance(1, 0.0)
+    followers_s = DECODE * FOLLOWERS * chance * MOST_MORE * steps_s  # beside nobody but each other
+    assert followers_s < MOST_FOLLOWERS * work_s * factor
+    assert found["a"].balance_s == pytest.approx(work_s * factor * (WORK + MILD * excess) + followers_s)
+
+
+def test_a_new_conversation_with_a_shared_beginning_settles_elsewhere_if_far_more_did_at_home():
+    made = lab("a", "b")
+    system, own = prompt("system", 100 * BLOCK), 2 * BLOCK
+    home = made.run("first", system + prompt("first", own))
+    other = {"a": "b", "b": "a"}[home]
+    # The next turn stays: little of it is new, and it is no fork.
+    assert made.run("next", system + prompt("first", 2 * own)) == home
+    # New ones with the same beginning would all sit down beside it; one computes the beginning elsewhere.
+    places = [made.ask(f"fork {i}", system + prompt(f"fork {i}", own)) for i in range(40)]
+    assert set(places) == {"a", "b"}
+    cold = [i for i in range(40) if made.candidates(f"fork {i}")[places[i]].reused_tokens == 0]
+    assert len(cold) == 1
+    assert places[cold[0]] == other
+    assert 10 <= sum(place == home for place in places) <= 30
 
 
 def test_the_mean_s_share_is_free_then_each_unit_costs_mildly_then_steeply():
@@ -189,8 +226,9 @@ def test_work_done_long_ago_counts_less():
     made = lab("a")
     cost(made, "1", 1000)
     endpoint = made.router._fleet.endpoints["a"]
-    assert endpoint.work_lately_s(made.t) == pytest.approx(START.prefill_s(1000))
-    assert endpoint.work_lately_s(made.t + SHARE_HALF_LIFE_S) == pytest.approx(START.prefill_s(1000) / 2)
+    work_s = START.prefill_s(1000) - START.a_s
+    assert endpoint.worked_lately_s(made.t) == pytest.approx(work_s)
+    assert endpoint.worked_lately_s(made.t + SHARE_HALF_LIFE_S) == pytest.approx(work_s / 2)
 
 
 def test_a_full_kv_cache_is_waited_for_until_enough_of_those_who_run_are_over():

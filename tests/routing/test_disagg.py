@@ -295,6 +295,11 @@ def test_transfers_are_learnt_at_the_endpoint_they_go_to():
 
 
 def test_in_large_pools_the_pairs_are_those_of_looking_at_all(monkeypatch: pytest.MonkeyPatch):
+    # Orders of victims are renewed whenever they are asked for: it does not matter who asked before.
+    for name, value in {"placing.FRESH_S": -1.0, "placing.STALE_S": -1.0, "recency.FRESH_S": -1.0}.items():
+        monkeypatch.setattr(f"sumibi.routing.{name}", value)
+    monkeypatch.setattr("sumibi.routing.placing.MOST_ORDERED", 0)
+
     def played(many: int) -> list[tuple[str | None, str]]:
         monkeypatch.setattr("sumibi.routing.placing.MANY", many)
         lab = fleet([f"p{i}" for i in range(20)], [f"d{i}" for i in range(20)], check=False)

@@ -250,12 +250,18 @@ def test_what_falls_out_of_a_full_host_memory_is_lost():
     lab = made_of("a", tiers=[below], kv_tokens=100 * BLOCK)
     ended_t = talk(lab, "old", 60 * BLOCK)
     lab.run("one", prompt("one", 80 * BLOCK))
+    one_t = lab.t
+    lab.t += 2.0  # so that the order of victims is as of now
     assert lab.view("a").blocks + lab.view("a").tiers[0].blocks == 67 + 80
     c = look(lab, "new", prompt("new", 10 * BLOCK))
     # 3 of 150 are free: of the oldest conversation's end 8 blocks go, the output's one included.
     wanted, factor = chance(lab, ended_t), lab.view("a").work_factor
     end_s = 8 * BLOCK * (START.b_s + START.q_s * (67 - 8 / 2) * BLOCK)
-    assert c.evict_s == pytest.approx(EVICT * end_s * wanted * factor, rel=1e-3)
+    one = lab.router._fleet.models["m"].returns.chance(1, lab.t - one_t)
+    crowd = ((67 * wanted + 80 * one) * BLOCK + (10 * BLOCK + OUTPUT) / 2) / (150 * BLOCK)
+    work_s = START.prefill_s(10 * BLOCK) - START.a_s
+    expected_s = (EVICT * end_s * wanted + work_s * CROWD * crowd**POWER) * factor
+    assert c.evict_s == pytest.approx(expected_s, rel=1e-3)
 
 
 def test_what_a_store_has_is_not_lost():

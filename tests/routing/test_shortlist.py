@@ -7,9 +7,10 @@ from routing_lab import BLOCK, MODEL, Lab, prompt
 
 from sumibi.core.latency import LatencyModel
 from sumibi.routing import fleet, placing, recency
-from sumibi.routing.cost import price
+from sumibi.routing.cost import company_s, price
 from sumibi.routing.events import Dispatch, Signals, Tier
 from sumibi.routing.floors import ROUNDING, Floors, rows
+from sumibi.routing.spread import spread_over
 
 NAMES = [str(i) for i in range(24)]
 FAST = LatencyModel(a_s=0.02, b_s=2e-4, q_s=1e-7, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)
@@ -118,6 +119,7 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
         for priority in (0, 1):
             known = rows(roster, priority, lab.t)
             floors = Floors(known, lab.t, prompt_tokens=200, output_tokens=30.0)
+            floors.settle(known.spread(lab.t), company_s(known.spread(lab.t), 0.7))
             for place, endpoint in enumerate(endpoints):
                 bound_s = floors.at(place, 0)
                 ((near_s, _),) = [near for near in floors.near(bound_s, 0) if near[1] == place]
@@ -132,6 +134,7 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
                     output_tokens=30.0,
                     block_tokens=BLOCK,
                     spread=spread_over(roster, lab.t),
+                    followed=0.7,
                     priority=priority,
                 )
                 assert bound_s <= candidate.total_s * (1 + ROUNDING)

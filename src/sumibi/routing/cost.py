@@ -49,13 +49,14 @@ RETURNS = 0.5
 EVICT = 1.5
 """What is lost is computed again on an endpoint that has others to serve: they wait as well."""
 CROWD, POWER = 5.0, 4
-"""Storing a second of prefill where live conversations fill the part x of a cache that has room yet costs
-CROWD*x^POWER: they grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
-FULL_POWER = 16
-"""The power where there is no room left: the victims tell what is lost now, this adds that all are live."""
-FOLLOWERS = 50.0
-"""So many later requests are expected to decode where a prompt is computed that nobody has: it may be the
-first of a group, or of a long conversation."""
+"""Storing a second of prefill where live conversations fill the part x of a cache costs CROWD*x^POWER: they
+grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
+FOLLOWERS = 200.0
+"""So many later requests will decode where a prompt is computed that nobody has, if it is wanted again at
+all: it may be the first of a group, or of a long conversation."""
+MOST_MORE = 0.25
+MOST_FOLLOWERS = 8.0
+"""They cost so many times the prefill of the whole prompt at most: what is expected is not known."""
 FREE_FORK = 0.5
 """A new conversation that begins like others has followers as well: its own. That counts where so much more
 than the mean settled, since to compute the beginning once more is dear."""
@@ -73,13 +74,18 @@ def imbalance(worked_s: float, level_s: float) -> float:
     return MILD * excess + STEEP * max(0.0, excess - FREE_EXCESS)
 
 
-def pushed_out_s(work_s: float, crowd: float, lost_s: float | None) -> float:
-    """Seconds that storing a prefill of `work_s` costs where live conversations fill the part `crowd`;
-    `lost_s`: to compute what has to go now, by its chances of return. None: there is room.
+def company_s(spread: Spread, followed: float) -> float:
+    """For each second that one more sequence adds to the steps of an answer: what the followers of a new
+    prompt cost where as much more settled as settled at each on average.
     """
-    if lost_s is None:
-        return work_s * CROWD * float(crowd**POWER)
-    return EVICT * lost_s + work_s * CROWD * float(crowd**FULL_POWER)
+    return DECODE * FOLLOWERS * followed * (spread.inflight + 1.0)
+
+
+def pushed_out_s(work_s: float, crowd: float, lost_s: float) -> float:
+    """Seconds that storing a prefill of `work_s` costs where live conversations fill the part `crowd`;
+    `lost_s`: to compute what has to go now, by its chances of return.
+    """
+    return EVICT * lost_s + work_s * CROWD * float(crowd**POWER)
 
 
 def price(
@@ -93,13 +99,15 @@ def price(
     output_tokens: float,
     block_tokens: int,
     spread: Spread,
+    followed: float = 1.0,
     forks: bool = False,
     ahead_s: float = 0.0,
     priority: int = 0,
     below: Fetch = NO_FETCH,
 ) -> Candidate:
     """The cost of one request at one endpoint, now. `output_tokens` is what it is expected to generate,
-    `spread` how evenly all candidates were given work; `forks`: see `returns`; `below` is what it fetches.
+    `spread` how evenly all candidates were given work; `followed`: the chance that a prompt that nobody had
+    before is wanted again; `forks`: see `returns`; `below` is what it fetches.
     """
     learner, load = endpoint.learner, endpoint.load
     learner.sync()
@@ -151,7 +159,7 @@ def price(
         coming = load.prefill_tokens + answers_tokens
         live_tokens = recency.live_blocks * block_tokens + coming
         crowd = min(1.0, (live_tokens + needed / 2) / room)
-        lost_s: float | None = None
+        lost_s = 0.0
         over = needed - freed - max(0, room - kept - coming)
         if over > 0:
             lost_s = recency.loss_s(-int(-over // block_tokens)) * work_factor
@@ -165,11 +173,14 @@ def price(
     balance_s = work_s * (WORK + imbalance(worked_s, spread.level_s))
     more_settled_s = endpoint.settled_lately_s(t) * hardware_work - spread.least_settled_s
     if more_settled_s > 0:
-        beside = more_settled_s / spread.settled_level_s
-        followers = new / prompt_tokens * beside
-        if forks:
-            followers = max(followers, beside - FREE_FORK)
-        balance_s += DECODE * FOLLOWERS * spread.inflight * followers * output_tokens * step_growth_s
+        part, more = new / prompt_tokens, more_settled_s / spread.settled_level_s
+        if forks and more > FREE_FORK:
+            part = 1.0
+        elif more > MOST_MORE:
+            more = MOST_MORE
+        whole_s = prompt_tokens * (start.b_s + start.q_s / 2 * prompt_tokens) * work_factor
+        followers_s = company_s(spread, followed) * more * output_tokens * step_growth_s
+        balance_s += part * min(followers_s, MOST_FOLLOWERS * whole_s)
 
     start_s = max(wait_s, pending_s, room_s)
     fetch_s = below.takes_s(t + start_s) if below.tokens else 0.0

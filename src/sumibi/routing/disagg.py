@@ -101,7 +101,7 @@ def share(
         if endpoint.lower is not None:
             room, kept = endpoint.room_tokens(), endpoint.kept_tokens(block_tokens)
         crowd = min(1.0, (live_tokens + needed / 2) / room)
-        lost_s: float | None = None
+        lost_s = 0.0
         over = needed - max(0, room - kept - coming)
         if over > 0:
             lost_s = recency.loss_s(-int(-over // block_tokens)) * learner.work_factor

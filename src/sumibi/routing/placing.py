@@ -10,7 +10,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from sumibi.routing.computing import Computing
-from sumibi.routing.cost import price
+from sumibi.routing.cost import company_s, price
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.events import Arrived
 from sumibi.routing.fleet import Endpoint, Roster
@@ -103,6 +103,7 @@ def candidates(
         if not known.ordered_since(t - STALE_S):
             _order(endpoints, t - STALE_S, t, block_tokens, returns)
         spread = known.spread(t)
+    followed = returns.chance(1, 0.0)
     forks = returns.forks(keys, levels[-1][0], block_tokens) if levels and count > 1 else False
 
     def look(place: int) -> Candidate:
@@ -126,6 +127,7 @@ def candidates(
             output_tokens=output_tokens,
             block_tokens=block_tokens,
             spread=spread,
+            followed=followed,
             forks=forks,
             ahead_s=ahead_s.get(endpoint.name, 0.0) if ahead_s else 0.0,
             priority=event.priority,
@@ -135,6 +137,7 @@ def candidates(
     if known is None:
         return Looked(endpoints, [look(place) for place in range(count)], levels)
     floors = Floors(known, t, prompt_tokens=event.prompt_tokens, output_tokens=output_tokens)
+    floors.settle(spread, company_s(spread, followed))
     more, most = deepest(levels, roster.places, FEW)
     for endpoint, (reach, _) in pending.items():
         more[at[endpoint]] = reach

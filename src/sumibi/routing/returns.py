@@ -27,8 +27,8 @@ PRIOR_USES = 20.0
 PRIOR_RETURNED = (0.5, 0.9, 0.95)
 PRIOR_IDLE_S = (1.0, 300.0)
 """Those came back evenly (in the logarithm) between these idle times."""
-MOST_ENDS = 50_000
-"""Prompts whose ends are remembered."""
+BLOCKS_AN_END = 10
+"""For so many blocks of history the end of one prompt is remembered."""
 LONG_ANSWER_TOKENS = 8192
 """The next prompt of a conversation has its last one's end so many tokens at most before what is known."""
 FORGET_USES = 20_000.0
@@ -48,6 +48,9 @@ class ReturnTimes:
         prior = PRIOR_USES / (high - low + 1)
         self._ends: OrderedDict[int, None] = OrderedDict()
         """Last keys of the latest prompts."""
+        self._begins: OrderedDict[int, None] = OrderedDict()
+        """And first ones."""
+        self._most_ends = history_blocks // BLOCKS_AN_END
         self._uses = [PRIOR_USES] * CLASSES
         self._returns = [
             [share * prior if low <= i <= high else 0.0 for i in range(BINS)] for share in PRIOR_RETURNED
@@ -64,8 +67,10 @@ class ReturnTimes:
         """Whether a prompt, whose first `known_blocks` blocks are cached somewhere, begins like earlier ones
         without being the next turn of any: a new conversation with a shared beginning.
         """
+        if not known_blocks or keys[0] not in self._begins:
+            return False
         oldest = max(0, known_blocks - LONG_ANSWER_TOKENS // block_tokens)
-        return known_blocks > 0 and self._ends.keys().isdisjoint(keys[oldest:known_blocks])
+        return self._ends.keys().isdisjoint(keys[oldest:known_blocks])
 
     def used(self, keys: Sequence[int], t: float) -> None:
         """A request with this prompt was placed at `t`."""
@@ -83,10 +88,11 @@ class ReturnTimes:
                 self._uses[c] /= 2
                 self._returns[c] = [n / 2 for n in self._returns[c]]
         if keys:
-            self._ends[keys[-1]] = None
-            self._ends.move_to_end(keys[-1])
-            if len(self._ends) > MOST_ENDS:
-                self._ends.popitem(last=False)
+            for key, known in ((keys[0], self._begins), (keys[-1], self._ends)):
+                known[key] = None
+                known.move_to_end(key)
+                if len(known) > self._most_ends:
+                    known.popitem(last=False)
         self._since += 1
         if self._since >= REFRESH_USES:
             self._since = 0
