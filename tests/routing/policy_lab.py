@@ -5,8 +5,8 @@ from xxhash import xxh3_64_intdigest
 
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.decisions import Candidate
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Finished, FinishReason, Grade, Signals
-from sumibi.routing.fleet import Endpoint
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.policies import make_policy
 from sumibi.routing.policies.base import Ask, least

@@ -19,7 +19,8 @@ from sumibi.routing.cost import (
     WORK,
     imbalance,
 )
-from sumibi.routing.fleet import SHARE_HALF_LIFE_S, TYPICAL_PROMPT_TOKENS, TYPICAL_RATE
+from sumibi.routing.endpoint import TYPICAL_PROMPT_TOKENS, TYPICAL_RATE
+from sumibi.routing.fading import SHARE_HALF_LIFE_S
 from sumibi.routing.spread import FEW_PREFILLS, FEW_SETTLED
 
 START = LatencyModel(a_s=0.1, b_s=1e-3, q_s=1e-6, d0_s=0.01, d1_s=1e-3, d2_s=1e-6)

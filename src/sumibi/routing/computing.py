@@ -11,7 +11,7 @@ To another request with the same prefix it is never a hit: it has to wait for th
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.requests import Attempt, Request
 from sumibi.routing.underway import Underway

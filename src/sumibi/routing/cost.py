@@ -35,7 +35,7 @@ Times come from the endpoint's own latency model as learnt so far.
 """
 
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.lower import NO_FETCH, Fetch, Kind
 from sumibi.routing.spread import Spread
 

@@ -29,7 +29,7 @@ import msgspec
 
 from sumibi.routing.cost import DECODE, pushed_out_s
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.placing import Looked
 from sumibi.routing.policies import Ask, Policy, least
 from sumibi.routing.policies.cost import SLACK

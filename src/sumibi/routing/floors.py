@@ -12,7 +12,9 @@ by one number of each endpoint first; a closer look is taken at those only.
 from array import array
 
 from sumibi.routing.cost import DECODE, MILD, MOST_FOLLOWERS, MOST_MORE, WORK
-from sumibi.routing.fleet import Endpoint, Roster, faded_s, share_epoch_t
+from sumibi.routing.endpoint import Endpoint
+from sumibi.routing.fading import faded_s, share_epoch_t
+from sumibi.routing.fleet import Roster
 from sumibi.routing.learning import MOST, Hardware
 from sumibi.routing.spread import Spread, spread
 

@@ -10,8 +10,9 @@ from math import inf
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import HeldNow
 from sumibi.routing.decisions import Candidate
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Finished
-from sumibi.routing.fleet import Endpoint, Fleet
+from sumibi.routing.fleet import Fleet
 from sumibi.routing.flow import Flow, Held
 from sumibi.routing.policies import PRICED
 from sumibi.routing.requests import Request

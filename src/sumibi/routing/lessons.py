@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from sumibi.routing.busy import BUSY_PERIOD_PREFILLS
 from sumibi.routing.decisions import Outcome
+from sumibi.routing.endpoint import TYPICAL_RATE, Endpoint
 from sumibi.routing.events import Finished, FinishReason
-from sumibi.routing.fleet import BUSY_PERIOD_PREFILLS, TYPICAL_RATE, Endpoint, Fleet, Model
+from sumibi.routing.fleet import Fleet, Model
 from sumibi.routing.ledger import Ledger
 from sumibi.routing.requests import Attempt, Request
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from sumibi.routing.computing import Computing
 from sumibi.routing.cost import company_s, price
 from sumibi.routing.decisions import Candidate
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Arrived
-from sumibi.routing.fleet import Endpoint, Roster
+from sumibi.routing.fleet import Roster
 from sumibi.routing.floors import ROUNDING, Floors, rows
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.levels import Levels, blocks_of, deepest

@@ -4,8 +4,8 @@ from enum import Enum
 
 from sumibi.core.prefixcache import Segment
 from sumibi.routing.decisions import Candidate
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Arrived, PromptGrade
-from sumibi.routing.fleet import Endpoint
 from sumibi.routing.ledger import Load, Owner
 
 

@@ -32,6 +32,7 @@ from sumibi.routing.computing import Computing
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
 from sumibi.routing.decisions import Candidate, Decision, Outcome
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import (
     Admitted,
     Arrived,
@@ -59,7 +60,7 @@ from sumibi.routing.events import (
     WakeAt,
 )
 from sumibi.routing.feed import Feed
-from sumibi.routing.fleet import Endpoint, Fleet, Roster
+from sumibi.routing.fleet import Fleet, Roster
 from sumibi.routing.flow import Held
 from sumibi.routing.gate import Gate
 from sumibi.routing.index import BlockIndex

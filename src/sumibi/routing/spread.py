@@ -9,7 +9,8 @@ they stay comparable while the hardware's speed is still being learnt.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sumibi.routing.fleet import Roster, faded_s, share_epoch_t
+from sumibi.routing.fading import faded_s, share_epoch_t
+from sumibi.routing.fleet import Roster
 from sumibi.routing.learning import Hardware
 
 FEW_PREFILLS = 16

@@ -4,8 +4,8 @@ import msgspec
 
 from sumibi.core.latency import LatencyModel
 from sumibi.routing.counters import Counters
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Grade, Role
-from sumibi.routing.fleet import Endpoint
 from sumibi.routing.lower import TierView
 
 __all__ = ["Counters", "EndpointView", "view"]

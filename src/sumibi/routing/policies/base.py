@@ -15,8 +15,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from sumibi.routing.decisions import Candidate
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Finished
-from sumibi.routing.fleet import Endpoint
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):

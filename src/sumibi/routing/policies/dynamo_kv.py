@@ -18,7 +18,7 @@ out costs nothing.
 from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.policies.chains import Running
 from sumibi.routing.policies.inflight import InFlightTokens

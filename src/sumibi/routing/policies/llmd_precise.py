@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.policies.chains import common_blocks
 from sumibi.routing.policies.llmd_weighted import Scorers

@@ -7,7 +7,7 @@ said, however old; nothing scraped yet counts as idle.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 
 LRU_ENDPOINTS = 1024
 """Endpoints whose turn `NoHitLru` remembers."""

@@ -16,7 +16,7 @@ it is open all endpoints are equal; it sees only prefills; it knows no KV capaci
 from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.policies.approximate import ApproximateIndex, capacity_blocks, prompt_blocks
 from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.policies.inflight import InFlightTokens

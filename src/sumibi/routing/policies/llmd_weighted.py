@@ -9,7 +9,7 @@ one matched block anywhere switches the spreading of cold prompts off; see `appr
 from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.policies import llmd_scores
 from sumibi.routing.policies.approximate import ApproximateIndex, capacity_blocks, prompt_blocks
 from sumibi.routing.policies.base import Ask, Policy

@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Finished
-from sumibi.routing.fleet import Endpoint
 from sumibi.routing.policies.base import Ask, Policy, ranks
 
 IDLE_S = 300.0

@@ -17,7 +17,7 @@ longest match it is always the same one, so a shared system prompt draws everyth
 from collections.abc import Sequence
 
 from sumibi.routing.decisions import Candidate
-from sumibi.routing.fleet import Endpoint
+from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.recall import Recall
