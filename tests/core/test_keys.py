@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64
 
 from sumibi.core.content import content_id, content_root
-from sumibi.core.keys import extend_keys, root_key
+from sumibi.core.keys import common, extend_keys, root_key
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 
@@ -71,3 +71,14 @@ def test_content_ids_follow_their_definition_and_are_keyed_by_salt():
     assert salted != root
     assert content_id(salted, [1, 2]) != content_id(root, [1, 2])
     assert content_root(namespace, salt="x" * 200) != content_root(namespace, salt="x" * 201)
+
+
+@pytest.mark.parametrize("equal", range(1, 9))
+@pytest.mark.parametrize("shift", [-2, 0, 3])
+def test_what_two_prompts_have_in_common_is_found_wherever_one_of_them_is_cut(equal, shift):
+    start = max(0, -shift)
+    chain = extend_keys(root_key("m"), [*range(equal)], 1)
+    ours = [0] * start + chain + extend_keys(chain[-1], [100] * (8 - equal), 1)
+    theirs = [0] * (start + shift) + chain + extend_keys(chain[-1], [200] * (8 - equal), 1)
+    for high in range(1, 9):
+        assert common(ours, theirs, start + 1, start + high, shift) == start + min(equal, high)

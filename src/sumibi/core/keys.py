@@ -48,3 +48,21 @@ def extend_packed(parent: int, packed: bytes, block_tokens: int) -> list[int]:
         parent = xxh3_64_intdigest(packed[start : start + width], parent)
         keys.append(parent)
     return keys
+
+
+def common(ours: Sequence[int], theirs: Sequence[int], low: int, high: int, shift: int = 0) -> int:
+    """How many leading keys of two prompts are equal: `low` at least (not 0), `high` at most.
+
+    Keys are chained: two prompts agree up to some block and nowhere behind it. So this bisects, after a look
+    at the end. `shift`: what is ours at n is theirs at n + shift.
+    """
+    if ours[high - 1] == theirs[high - 1 + shift]:
+        return high
+    high -= 1
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if ours[middle - 1] == theirs[middle - 1 + shift]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -13,6 +13,8 @@ resident from its root on.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from sumibi.core.keys import common
+
 
 class Segment:
     """A stretch of one chain: blocks `keys[start:end]` of a prompt."""
@@ -250,23 +252,6 @@ class PrefixCache:
 
 
 def _common(keys: Sequence[int], segment: Segment) -> int:
-    """Leading blocks that `keys` and `segment` have in common from `segment.start` on: 1 at least.
-
-    Keys are chained: two prompts agree up to some block and nowhere behind it, so this bisects.
-    """
+    """Leading blocks that `keys` and `segment` have in common from `segment.start` on: 1 at least."""
     low, high = segment.start + 1, min(segment.end, len(keys))
     return common(keys, segment.keys, low, high) - segment.start if high > low else high - segment.start
-
-
-def common(ours: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:
-    """How many leading keys are equal: `low` at least, `high` at most. Keys are chained, so this bisects."""
-    if ours[high - 1] == theirs[high - 1]:
-        return high
-    high -= 1
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if ours[middle - 1] == theirs[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

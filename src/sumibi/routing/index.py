@@ -27,6 +27,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from sumibi.core.errors import SumibiError
+from sumibi.core.keys import common
 
 _NONE = -1
 """No stretch: as a parent, the empty prefix."""
@@ -509,21 +510,9 @@ def _place(blocks: "array[int]", key: int) -> int:
 
 
 def _common(blocks: "array[int]", place: int, keys: Sequence[int], i: int, length: int | None = None) -> int:
-    """How many blocks from `place` on are `keys` from `i` (to `length`) on; the first one is.
-
-    Keys are chained, so this bisects.
-    """
-    high = min(len(blocks) - place, (len(keys) if length is None else length) - i)
-    if blocks[place + high - 1] == keys[i + high - 1]:
-        return high
-    low, high = 1, high - 1
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if blocks[place + middle - 1] == keys[i + middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """How many blocks from `place` on are `keys` from `i` (to `length`) on; the first one is."""
+    high = place + min(len(blocks) - place, (len(keys) if length is None else length) - i)
+    return common(blocks, keys, place + 1, high, i - place) - place
 
 
 def _equal(blocks: "array[int]", gone: "array[int]", i: int) -> int:

@@ -8,7 +8,7 @@ Knows nothing of time, prefills or the index.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from sumibi.core.prefixcache import common
+from sumibi.core.keys import common
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.requests import Attempt, Request
 

@@ -2,20 +2,15 @@
 
 from collections.abc import Sequence
 
+from sumibi.core.keys import common
+
 
 def common_blocks(ours: Sequence[int], theirs: Sequence[int], at_least: int = 0) -> int:
-    """How many leading keys are equal, if more than `at_least`; else `at_least`. Bisects."""
+    """How many leading keys are equal, if more than `at_least`; else `at_least`."""
     high = min(len(ours), len(theirs))
     if at_least >= high or ours[at_least] != theirs[at_least]:
         return at_least
-    low = at_least + 1
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if ours[middle - 1] == theirs[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return common(ours, theirs, at_least + 1, high)
 
 
 class Running:
