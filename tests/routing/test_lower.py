@@ -124,7 +124,7 @@ def test_a_suspect_endpoint_has_nothing_below_either():
     lab = made_of("a", "b", has_events=True, has_replay=True, process_start_s=1.0)
     p = prompt("p", 20 * BLOCK)
     Told(lab, "a").stored(0, p, "CPU")
-    lab.router._suspect(lab.router._fleet.endpoints["a"], "test", ask=False)
+    lab.router._lives.suspect(lab.router._fleet.endpoints["a"], "test", lab.t, ask=False)
     assert look(lab, "1", [*p, 1]).fetched_tokens == 0
 
 

@@ -115,6 +115,10 @@ class Fleet:
         known = self.models.get(model)
         return (known.block_tokens if known else None) or DEFAULT_BLOCK_TOKENS
 
+    def tokens_of(self, endpoint: Endpoint) -> int:
+        """Tokens of a routing block of its models."""
+        return self.block_tokens(endpoint.models[0] if endpoint.models else "")
+
     def key_name(self, model: str) -> str:
         """The name under which prompts for `model` are hashed."""
         known = self.models.get(model)

@@ -6,9 +6,12 @@ from sumibi.core.latency import LatencyModel
 from sumibi.routing.counters import Counters
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Grade, Role
+from sumibi.routing.fleet import Fleet
+from sumibi.routing.gate import Gate
+from sumibi.routing.index import BlockIndex
 from sumibi.routing.lower import TierView
 
-__all__ = ["Counters", "EndpointView", "view"]
+__all__ = ["Counters", "EndpointView", "counted", "view"]
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,4 +116,26 @@ def view(e: Endpoint, t: float, block_tokens: int) -> EndpointView:
         coming=e.load.coming,
         transfer_factor=e.transfers.factor,
         tiers=e.view_tiers(),
+    )
+
+
+def counted(
+    count: Counters, requests: int, waiting: int, gate: Gate, index: BlockIndex, fleet: Fleet, t: float
+) -> Counters:
+    """A copy of `count`, with what is so at `t`: `requests` are known, `waiting` of them for an endpoint."""
+    feeds = [e.feed for e in fleet.endpoints.values() if e.feed is not None]
+    return msgspec.structs.replace(
+        count,
+        refused=dict(count.refused),
+        finished=dict(count.finished),
+        disagg={kind: dict(reasons) for kind, reasons in count.disagg.items()},
+        requests_now=requests,
+        waiting_now=waiting,
+        held_now=gate.held_now(),
+        saturation_now=gate.saturation(t),
+        jain_now=gate.jain(t),
+        index_blocks_now=len(index),
+        index_bytes_now=index.estimated_bytes,
+        index_refused_blocks=index.refused_blocks,
+        orphan_blocks_now=sum(feed.source.orphan_blocks for feed in feeds),
     )

@@ -40,7 +40,7 @@ class Listener(Policy):
 
 def listening(monkeypatch, **config):
     listener = Listener()
-    monkeypatch.setattr("sumibi.routing.router.make_policy", lambda name, config: listener)
+    monkeypatch.setattr("sumibi.routing.choosing.make_policy", lambda name, config: listener)
     return Lab(**config), listener.heard
 
 
@@ -135,6 +135,10 @@ steps = st.lists(
 )
 
 
+def placed(instructions):
+    return [each.request for each in instructions if isinstance(each, Dispatch)]
+
+
 @by_policy
 @given(steps=steps)
 @REPEATABLE
@@ -160,13 +164,13 @@ def test_when_all_is_over_no_load_is_left(policy, steps):
         elif what == "gone":
             lab.tell(EndpointDown, endpoint=endpoint, cause="?", removed=bool(size % 2))
         elif what == "back":
-            lab.up(endpoint, kv_tokens=20 * BLOCK)
+            running += placed(lab.up(endpoint, kv_tokens=20 * BLOCK))
         elif what == "restart":
             starts[endpoint] = starts.get(endpoint, 1.0) + 1
-            lab.up(endpoint, process_start_s=starts[endpoint])
+            running += placed(lab.up(endpoint, process_start_s=starts[endpoint]))
     for request in running:
         lab.finish(request)
-    made = lab.router._policies.get(MODEL)
+    made = lab.router._choosing._policies.get(MODEL)
     if policy == "llmd-sticky-until-saturated" and made:
         assert not made._inflight._requests
         assert not any(made._inflight._totals.values())
