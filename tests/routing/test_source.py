@@ -110,7 +110,7 @@ def test_a_routing_block_is_there_exactly_while_every_engine_block_under_it_is(s
             expected.add(key)
     assert resident(changes) == expected
     s.clear()
-    assert not s._shared
+    assert not s._pools._shared
 
 
 # Prompts that part in the middle of a routing block, and at its end. Engine blocks of 8 tokens.
@@ -164,7 +164,7 @@ def test_branches_within_routing_blocks_and_tiers_do_not_mix(size, steps):
                     expected.add(key)
         assert resident(changes, tier) == expected
     s.clear()
-    assert not s._shared
+    assert not s._pools._shared
 
 
 def test_nothing_is_left_of_blocks_that_came_and_went():
@@ -175,8 +175,8 @@ def test_nothing_is_left_of_blocks_that_came_and_went():
         s.apply([stored(hashes, path_tokens(path), size=8)])
     for path in PATHS:
         s.apply([BlockRemoved([path[: i + 1].encode()]) for i in range(len(path)) for _ in range(4)])
-    assert not s._shared
-    assert all(not pool.chains and not pool.copies for pool in s._pools.values())
+    assert not s._pools._shared
+    assert all(not pool.chains and not pool.copies for pool in s._pools.by_name.values())
 
 
 def test_blocks_removed_one_after_the_other_are_one_change():

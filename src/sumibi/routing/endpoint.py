@@ -23,13 +23,13 @@ from sumibi.routing.events import Grade, Role, Signals, Tier
 from sumibi.routing.fading import faded_s
 from sumibi.routing.feed import Feed
 from sumibi.routing.index import BlockIndex
+from sumibi.routing.kvblocks import DEVICE
 from sumibi.routing.learning import Hardware, Learner, Transfers
 from sumibi.routing.ledger import Load, Owner, inflight_since
 from sumibi.routing.lower import Link, Lower, Place, Run, Store, TierView
 from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
 from sumibi.routing.returns import ReturnTimes
-from sumibi.routing.source import DEVICE
 
 TYPICAL_PROMPT_TOKENS = 512
 """A foreign request's prompt, until our own requests at the endpoint say what is usual there."""

@@ -10,9 +10,10 @@ from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
 from sumibi.routing.events import Change, KeysAdded, KeysCopied, KeysRemoved, TierCleared
 from sumibi.routing.index import BlockIndex
+from sumibi.routing.kvblocks import DEVICE
 from sumibi.routing.lower import Store
 from sumibi.routing.sequence import Sequence
-from sumibi.routing.source import DEVICE, Source
+from sumibi.routing.source import Source
 
 LAG_START_S = 1.0
 LAG_BOUNDS_S = (0.1, 5.0)
