@@ -164,7 +164,7 @@ class Router:
             wait_s = min(self.config.wait_for_endpoint_s, self._gate.ttl_s(request))
             request.deadline_t = self._t + wait_s
             self._waiting[event.request] = request
-            self._out.append(WakeAt(at=request.deadline_t))
+            self._emit(WakeAt(at=request.deadline_t))
 
     def _dispatched(self, event: Dispatched) -> None:
         _, attempt = self._running(event)
@@ -266,7 +266,7 @@ class Router:
         if known is not None:
             self._gate.leave(known, self._t)
         self._count.refused[reason] = self._count.refused.get(reason, 0) + 1
-        self._out.append(Refuse(request=request, status=status, reason=reason, message=message))
+        self._emit(Refuse(request=request, status=status, reason=reason, message=message))
 
     def _place(self, request: Request, excluded: str | None = None, *, may_hold: bool = False) -> bool:
         """Choose and reserve, in one step; or hold it back, if it may be, because its pick cannot begin
@@ -323,7 +323,7 @@ class Router:
         self._catch_up()
         due_t = self._gate.serve(pool, self._t, self._place_held, anew=anew)
         if due_t is not None:
-            self._out.append(WakeAt(at=due_t))
+            self._emit(WakeAt(at=due_t))
 
     def _place_held(
         self, held: Held, ahead_s: Mapping[str, float], home_open: bool
