@@ -11,8 +11,6 @@ from sumibi.routing.cost import (
     FOLLOWERS,
     FREE_EXCESS,
     MILD,
-    MOST_FOLLOWERS,
-    MOST_MORE,
     POWER,
     RETURNS,
     STEEP,
@@ -190,14 +188,39 @@ def test_each_second_of_work_has_a_price_more_above_the_mean_and_a_little_less_b
     excess = (few_s + work_s * factor) / level_s - 1
     assert excess == pytest.approx(0.0563, rel=1e-2)
     assert found["b"].balance_s == pytest.approx(work_s * factor * (WORK - MILD * excess))
-    # All of it was new, so it settled at the busy one, more above the other than counts.
-    assert work_s * factor > MOST_MORE * (work_s * factor / 2 + FEW_SETTLED * few_s / FEW_PREFILLS)
+    # All of it was new, so it settled at the busy one: followers would sit down beside its own there.
+    more = work_s * factor / (work_s * factor / 2 + FEW_SETTLED * few_s / FEW_PREFILLS)
     latency, output_tokens = made.view("a").latency, made.router._fleet.models["m"].output_tokens
     steps_s = output_tokens * (latency.d1_s + latency.d2_s * (1000 + output_tokens / 2))
-    chance = returns_of(made).chance(1, 0.0)
-    followers_s = DECODE * FOLLOWERS * chance * MOST_MORE * steps_s  # beside nobody but each other
-    assert followers_s < MOST_FOLLOWERS * work_s * factor
-    assert found["a"].balance_s == pytest.approx(work_s * factor * (WORK + MILD * excess) + followers_s)
+    followers_s = DECODE * FOLLOWERS * returns_of(made).chance(1, 0.0) * more * steps_s
+    # That is more than to compute the prompt once more, which is what it counts.
+    assert followers_s > work_s * factor
+    assert found["a"].balance_s == pytest.approx(work_s * factor * (WORK + imbalance_at(excess) + 1.0))
+
+
+def test_followers_cost_their_share_of_each_longer_step():
+    made = lab("a", "b")
+    cost(made, "1", 1000)
+    made.first("1")
+    made.finish("1")
+    made.ask("2", prompt("other", 1000), max_tokens=1)
+    found, factor = made.candidates("2"), made.view("a").work_factor
+    settled_s = (START.prefill_s(1000) - START.a_s) * factor
+    usual_s = (
+        START.prefill_s(TYPICAL_PROMPT_TOKENS) * (2 - TYPICAL_RATE) + TYPICAL_RATE * START.prefill_s(1000)
+    ) / 2
+    more = settled_s / (settled_s / 2 + FEW_SETTLED * usual_s)
+    latency = made.view("a").latency
+    followers_s = DECODE * FOLLOWERS * returns_of(made).chance(1, 0.0) * more
+    followers_s *= latency.d1_s + latency.d2_s * 1000.5
+    assert followers_s < settled_s
+    few_s = FEW_PREFILLS * usual_s
+    excess = settled_s / 2 / (few_s + settled_s / 2)
+    assert found["a"].balance_s == pytest.approx(settled_s * (WORK + imbalance_at(excess)) + followers_s)
+
+
+def imbalance_at(excess):
+    return imbalance(1.0 + excess, 1.0)
 
 
 def test_a_new_conversation_with_a_shared_beginning_settles_elsewhere_if_far_more_did_at_home():

@@ -51,16 +51,13 @@ EVICT = 1.5
 CROWD, POWER = 5.0, 4
 """Storing a second of prefill where live conversations fill the part x of a cache costs CROWD*x^POWER: they
 grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
-FOLLOWERS = 200.0
+FOLLOWERS = 100.0
 """So many later requests will decode where a prompt is computed that nobody has, if it is wanted again at
 all: it may be the first of a group, or of a long conversation."""
-MOST_MORE = 0.25
-MOST_FOLLOWERS = 8.0
-"""They cost so many times the prefill of the whole prompt at most: what is expected is not known."""
-FREE_FORK = 0.5
-"""A new conversation that begins like others has followers as well: its own. That counts where so much more
-than the mean settled, since to compute the beginning once more is dear."""
-MILD, FREE_EXCESS, STEEP = 0.05, 0.1, 4.0
+FREE_FORK = 1.0
+"""A new conversation that begins like others has followers as well: its own. That counts where so many times
+the mean settled, since to compute the beginning once more is dear."""
+MILD, FREE_EXCESS, STEEP = 0.05, 0.05, 4.0
 """A second of prefill on an endpoint whose share is x above the mean costs MILD*x more and, beyond
 FREE_EXCESS, STEEP for each further unit of x."""
 
@@ -176,11 +173,10 @@ def price(
         part, more = new / prompt_tokens, more_settled_s / spread.settled_level_s
         if forks and more > FREE_FORK:
             part = 1.0
-        elif more > MOST_MORE:
-            more = MOST_MORE
-        whole_s = prompt_tokens * (start.b_s + start.q_s / 2 * prompt_tokens) * work_factor
         followers_s = company_s(spread, followed) * more * output_tokens * step_growth_s
-        balance_s += part * min(followers_s, MOST_FOLLOWERS * whole_s)
+        # Never more than to compute the whole prompt, beside as many as decode at an endpoint on average.
+        whole_s = prompt_tokens * (start.b_s + start.q_s / 2 * prompt_tokens) * work_factor
+        balance_s += part * min(followers_s, whole_s * (1.0 + DECODE * spread.inflight))
 
     start_s = max(wait_s, pending_s, room_s)
     fetch_s = below.takes_s(t + start_s) if below.tokens else 0.0

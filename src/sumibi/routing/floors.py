@@ -11,7 +11,7 @@ by one number of each endpoint first; a closer look is taken at those only.
 
 from array import array
 
-from sumibi.routing.cost import DECODE, MILD, MOST_FOLLOWERS, MOST_MORE, WORK
+from sumibi.routing.cost import DECODE, MILD, WORK
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.fading import faded_s, share_epoch_t
 from sumibi.routing.fleet import Roster
@@ -202,7 +202,7 @@ def rows(roster: Roster, priority: int, t: float) -> Rows:
 class Floors:
     """Bounds of one request's price, in seconds, at the endpoints of `rows`."""
 
-    __slots__ = ("_least_settled_s", "_most_s", "_prompt_tokens", "_rows", "_settles", "_t", "_terms")
+    __slots__ = ("_held_up", "_least_settled_s", "_prompt_tokens", "_rows", "_settles", "_t", "_terms")
 
     def __init__(self, rows: Rows, t: float, *, prompt_tokens: int, output_tokens: float) -> None:
         self._rows = rows
@@ -211,13 +211,13 @@ class Floors:
         self._prompt_tokens = prompt_tokens
         self._settles: list[tuple[float, float]] = [(0.0, 0.0)] * len(rows.parts)
         """By part: seconds of settled work as they count now; what each costs a prompt that is new."""
-        self._least_settled_s = self._most_s = 0.0
+        self._least_settled_s = self._held_up = 0.0
 
     def settle(self, spread: Spread, company_s: float) -> None:
         """Count what settled as well, where a prompt is looked at singly."""
         each_s = company_s / spread.settled_level_s
         self._least_settled_s = spread.least_settled_s
-        self._most_s = MOST_MORE * spread.settled_level_s
+        self._held_up = 1.0 + DECODE * spread.inflight
         self._settles = [
             (self._rows.faded(self._t) * part.hardware.work, each_s * terms.steps_s * part.least_own_decode)
             for part, terms in zip(self._rows.parts, self._terms, strict=True)
@@ -262,10 +262,8 @@ class Floors:
         counts, each_s = self._settles[number]
         more_s = part.settled[i] * counts - self._least_settled_s
         if more_s > 0:
-            most_s = MOST_FOLLOWERS * factor * terms.work_s(0)
-            bound_s += min(each_s * min(more_s, self._most_s), most_s) * (
-                1.0 - reused_tokens / self._prompt_tokens
-            )
+            most_s = factor * terms.work_s(0) * self._held_up
+            bound_s += min(each_s * more_s, most_s) * (1.0 - reused_tokens / self._prompt_tokens)
         head_s = self._rows.head_s[place]
         if head_s is None:
             return bound_s
