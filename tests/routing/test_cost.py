@@ -313,3 +313,12 @@ def test_the_total_is_the_sum_with_pending_and_room_inside_the_wait():
         before_s = max(c.wait_s, c.pending_s, c.room_s)
         assert c.total_s == pytest.approx(before_s + c.compute_s + c.delay_s + c.evict_s + c.balance_s)
         assert c.ttft_s == pytest.approx(before_s + c.compute_s)
+
+
+def test_on_an_idle_fleet_whoever_shares_a_beginning_goes_where_it_is():
+    made = lab("a", "b", kv_tokens=1000 * BLOCK)
+    system = prompt("system", 100 * BLOCK)
+    home = made.run("first", system + prompt("first", 2 * BLOCK))
+    for i in range(40):
+        made.t += 20.0
+        assert made.run(f"fork {i}", system + prompt(f"fork {i}", 2 * BLOCK)) == home

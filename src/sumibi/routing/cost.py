@@ -56,7 +56,8 @@ FOLLOWERS = 100.0
 all: it may be the first of a group, or of a long conversation."""
 FREE_FORK = 1.0
 """A new conversation that begins like others has followers as well: its own. That counts where so many times
-the mean settled, since to compute the beginning once more is dear."""
+the mean settled, since to compute the beginning once more is dear, and beside those who run now: on an idle
+fleet nobody is in the way."""
 MILD, FREE_EXCESS, STEEP = 0.05, 0.05, 4.0
 """A second of prefill on an endpoint whose share is x above the mean costs MILD*x more and, beyond
 FREE_EXCESS, STEEP for each further unit of x."""
@@ -71,11 +72,11 @@ def imbalance(worked_s: float, level_s: float) -> float:
     return MILD * excess + STEEP * max(0.0, excess - FREE_EXCESS)
 
 
-def company_s(spread: Spread, followed: float) -> float:
+def company_s(sequences: float, followed: float) -> float:
     """For each second that one more sequence adds to the steps of an answer: what the followers of a new
-    prompt cost where as much more settled as settled at each on average.
+    prompt cost beside so many.
     """
-    return DECODE * FOLLOWERS * followed * (spread.inflight + 1.0)
+    return DECODE * FOLLOWERS * followed * sequences
 
 
 def pushed_out_s(work_s: float, crowd: float, lost_s: float) -> float:
@@ -170,13 +171,15 @@ def price(
     balance_s = work_s * (WORK + imbalance(worked_s, spread.level_s))
     more_settled_s = endpoint.settled_lately_s(t) * hardware_work - spread.least_settled_s
     if more_settled_s > 0:
-        part, more = new / prompt_tokens, more_settled_s / spread.settled_level_s
-        if forks and more > FREE_FORK:
-            part = 1.0
-        followers_s = company_s(spread, followed) * more * output_tokens * step_growth_s
+        more = more_settled_s / spread.settled_level_s
+        steps_s = more * output_tokens * step_growth_s
         # Never more than to compute the whole prompt, beside as many as decode at an endpoint on average.
         whole_s = prompt_tokens * (start.b_s + start.q_s / 2 * prompt_tokens) * work_factor
-        balance_s += part * min(followers_s, whole_s * (1.0 + DECODE * spread.inflight))
+        most_s = whole_s * (1.0 + DECODE * spread.inflight)
+        followers_s = new / prompt_tokens * min(company_s(spread.inflight + 1.0, followed) * steps_s, most_s)
+        if forks and more > FREE_FORK:
+            followers_s = max(followers_s, min(company_s(spread.inflight, followed) * steps_s, most_s))
+        balance_s += followers_s
 
     start_s = max(wait_s, pending_s, room_s)
     fetch_s = below.takes_s(t + start_s) if below.tokens else 0.0
