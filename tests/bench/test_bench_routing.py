@@ -6,6 +6,7 @@ import subprocess
 import sys
 from math import nan
 from pathlib import Path
+from signal import SIGINT
 from time import monotonic, sleep
 from types import SimpleNamespace
 
@@ -232,6 +233,63 @@ def test_workers_end_with_whoever_started_them(tmp_path: Path):
     for each in alive:
         each.kill()
     assert not alive
+
+
+ENDLESS = """
+from sumibi.bench import grid
+from sumibi.bench.scenes import Caches, Scene
+from sumibi.cli import main
+def long(agents):
+    return [Scene(row="r", name="n", traffic="agents:sessions=400", fleet=Caches(replicas=2, blocks=100))]
+if __name__ == "__main__":
+    grid.ROWS["cache"] = long
+    words = ["--only", "cache", "--jobs", "1", "--json", "f.json", "--results", "page.md"]
+    raise SystemExit(main(["bench", "routing", *words]))
+"""
+
+
+def test_an_interrupt_ends_the_simulations_at_once(tmp_path: Path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    parent = subprocess.Popen(
+        [sys.executable, "endless.py"],
+        cwd=tmp_path,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    workers: list[psutil.Process] = []
+    late_s = monotonic() + 20
+    try:
+        while not any("spawn_main" in " ".join(each.cmdline()) for each in workers):
+            assert monotonic() < late_s
+            assert parent.poll() is None
+            sleep(0.1)
+            workers = psutil.Process(parent.pid).children()
+        os.killpg(parent.pid, SIGINT)  # a terminal tells the whole group
+        _, said = parent.communicate(timeout=10)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert parent.returncode == 130
+    assert said.splitlines()[-1].startswith("sumibi: stopped; runs that were done are kept")
+    assert "Traceback" not in said
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+
+
+@pytest.mark.parametrize("verb", ["routing", "claims"])
+def test_what_cannot_be_written_is_named_before_anything_is_played(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", verb, "--json", "/proc/x.json"]) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
+    page = [] if verb == "claims" else ["--results", "page.md", "--only", "cache"]
+    assert main(["bench", verb, "--json", "x.json", *page]) == 4
+    shown = capsys.readouterr().err
+    assert "--json /proc/x.json: cannot be written" in shown
+    assert "cannot keep what was played in /proc/nope/sumibi/bench: No such file" in shown
+    assert "runs" not in shown
 
 
 def test_every_scene_of_the_grid_can_be_made():

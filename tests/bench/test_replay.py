@@ -1,6 +1,7 @@
 """`sumibi replay`: figures that can be worked out by hand, files that it writes, mistakes that it names."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from sumibi.bench.bounds import capacity_tokens
 from sumibi.bench.replay import policies, replay, with_users, workload_of
+from sumibi.bench.replay_report import check_output
 from sumibi.cli import main
 from sumibi.core.errors import ConfigError
 from sumibi.routing.policies import POLICIES
@@ -162,6 +164,11 @@ def test_the_verb(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["w9", "--policy", "nearest"], 2, "--policy: there is no policy 'nearest'"),
         (["w9", "--plot", "picture.gif"], 2, "--plot picture.gif: the name must end with one of .png"),
         (["w9", "--json", "nowhere/runs.json"], 2, "there is no directory nowhere"),
+        (["w9", "--json", "."], 2, "--json .: cannot be written: Is a directory"),
+        (["w9", "--json", "/proc/runs.json"], 2, "--json /proc/runs.json: cannot be written"),
+        (["w9", "--plot", "/proc/runs.png"], 2, "--plot /proc/runs.png: cannot be written"),
+        (["w9", "--json", "fleet.yaml/runs.json"], 2, "there is no directory fleet.yaml"),
+        (["recorded"], 2, "recorded is the directory of a recording; its log is recorded/events.jsonl"),
         (["w9", "--users", "0"], 2, "--users must be at least 1, not 0"),
         (["w9", "--fleet", "absent.yaml"], 2, "cannot read the fleet file absent.yaml"),
     ],
@@ -176,8 +183,34 @@ def test_mistakes(
 ):
     monkeypatch.chdir(tmp_path)
     Path("fleet.yaml").write_text(FLEET)
+    Path("recorded").mkdir()
+    Path("recorded/events.jsonl").write_text("")
     assert main(["replay", "--fleet", "fleet.yaml", *words]) == code
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "bounds:" not in shown.err, "nothing was played"
+
+
+def test_asking_whether_a_file_can_be_written_changes_none(tmp_path: Path):
+    there, missing = tmp_path / "there.json", tmp_path / "missing.json"
+    there.write_text("before")
+    check_output(there, "--json")
+    check_output(missing, "--json")
+    assert (there.read_text(), missing.exists()) == ("before", False)
+    check_output(Path(os.devnull), "--json")
+    check_output(tmp_path / "new" / "deep" / "f.json", "--json", make_directory=True)
+    with pytest.raises(ConfigError, match=r"--json .*there\.json/f\.json: cannot be written"):
+        check_output(there / "f.json", "--json", make_directory=True)
+
+
+def test_an_interrupt_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    monkeypatch.setattr("sumibi.bench.replay.replay", interrupted)
+    assert main(["replay", "w9", "--fleet", str(tmp_path / "fleet.yaml")]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "sumibi: stopped; nothing was written"
 
 
 def test_policies_that_make_no_pairs_are_named_before_anything_is_played(trace: Path):

@@ -8,9 +8,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from hashlib import sha256
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from shutil import rmtree
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
 from threading import Thread
 from time import monotonic
 
@@ -60,12 +61,18 @@ KEPT_VERSIONS = 8
 
 
 class Kept:
-    """Outcomes on disk, one small file a point."""
+    """Outcomes on disk, one small file a point. Raises EnvironmentProblem where it cannot write."""
 
     def __init__(self, directory: Path, of: str) -> None:
         self._directory = directory / of
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._directory.touch()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.touch()
+            probe = self._directory / f"probe.{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as cause:
+            raise _cannot_keep(directory, cause) from cause
         versions = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for old in versions[KEPT_VERSIONS:]:
             rmtree(old, ignore_errors=True)
@@ -87,8 +94,18 @@ class Kept:
         """Whole or not at all."""
         path = self._path(point)
         made = path.with_suffix(f".{os.getpid()}")
-        made.write_bytes(_encode(outcome))
-        made.replace(path)
+        try:
+            made.write_bytes(_encode(outcome))
+            made.replace(path)
+        except OSError as cause:
+            raise _cannot_keep(path.parent, cause) from cause
+
+
+def _cannot_keep(directory: Path, cause: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"cannot keep what was played in {directory}: {cause.strerror}. XDG_CACHE_HOME names the directory"
+        " above it"
+    )
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -106,7 +123,10 @@ def run(
     kept: Kept,
     report: Report,
 ) -> tuple[list[tuple[Point, Outcome]], list[Failed]]:
-    """Outcomes of all points, in their order, and what failed. `report` is told of progress and time left."""
+    """Outcomes of all points, in their order, and what failed. `report` is told of progress and time left.
+
+    Whatever ends it early, Ctrl-C too, ends its processes at once; what was played until then is kept.
+    """
     if not points:
         return [], []
     found: dict[int, Outcome] = {}
@@ -136,13 +156,14 @@ def run(
     tell()
     if open_:
         # spawned, not forked: the parent draws progress in a thread
+        others = set(active_children())
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
             running: dict[Future[Outcome], int] = {}
             waiting = iter(open_)
             try:
                 while True:
                     while len(running) < 2 * jobs and (number := next(waiting, -1)) >= 0:
-                        running[pool.submit(play, points[number], traces)] = number
+                        running[_submit(pool, points[number], traces)] = number
                     if not running:
                         break
                     ended, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -164,8 +185,21 @@ def run(
                     tell()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                for worker in set(active_children()) - others:
+                    worker.terminate()  # else the simulations that run now are waited for
                 raise
     return [(points[number], found[number]) for number in sorted(found)], failed
+
+
+def _submit(pool: ProcessPoolExecutor, point: Point, traces: Path | None) -> Future[Outcome]:
+    """Workers are started in here, and inherit that Ctrl-C is not for them: they would each print where they
+    were. The parent ends them.
+    """
+    before = pthread_sigmask(SIG_BLOCK, {SIGINT})
+    try:
+        return pool.submit(play, point, traces)
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURES = (".png", ".svg", ".pdf")
+RECORDED_LOG = "events.jsonl"
 
 _COLUMNS = (
     "hit\nrate",
@@ -92,14 +93,39 @@ def write_json(path: Path, replayed: Sequence[Replayed]) -> None:
     path.write_bytes(msgspec.json.format(records) + b"\n")
 
 
-def check_output(path: Path | None, option: str, endings: Sequence[str] = ()) -> None:
-    """Before minutes are spent: can this file be written? Raises ConfigError."""
+def check_output(
+    path: Path | None, option: str, endings: Sequence[str] = (), *, make_directory: bool = False
+) -> None:
+    """Before minutes are spent: can this file be written? Leaves no file behind that was not there.
+
+    `make_directory`: where its directory is missing it is made. Raises ConfigError.
+    """
     if path is None:
         return
     if endings and path.suffix.lower() not in endings:
         raise ConfigError(f"{option} {path}: the name must end with one of {', '.join(endings)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no directory {path.parent}")
+    try:
+        if make_directory:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        elif not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no directory {path.parent}")
+        there = path.exists()
+        if there and not path.is_file() and not path.is_dir():
+            return  # a pipe or a terminal: opened once only, by who writes
+        # asking for permission is not enough: root may write everywhere, and /proc takes no files
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as cause:
+        raise ConfigError(f"{option} {path}: cannot be written: {cause.strerror}") from cause
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """A directory that `sumibi serve --record` wrote has its log in it. Raises ConfigError."""
+    for source in sources:
+        log = Path(source) / RECORDED_LOG
+        if log.is_file():
+            raise ConfigError(f"{source} is the directory of a recording; its log is {log}")
 
 
 def check_plot(path: Path | None) -> None:

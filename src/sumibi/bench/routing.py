@@ -114,7 +114,7 @@ def _statements(agents: str, contestants: Sequence[str], quick: bool) -> list[Fi
         ("ratios", "ours over the best baseline's, whoever it is in this figure at this point"),
         ("stand-ins", "W9 is played on GLM-5.2 (published: Qwen3-Coder-480B on TPU v7x) and W12 on Qwen3-32B"
                       " (published: gpt-oss-120b)"),
-        ("not simulated", "placement of prefill and decode on separate pools; the real engines"),
+        ("not played", "prefill and decode on separate pools (sumibi bench claims does); the real engines"),
     ]  # fmt: skip
     if agents != "weka":
         said.append(("traffic", f"no recorded agent sessions here: made-up ones ({agents}) stand in"))

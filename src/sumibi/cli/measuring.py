@@ -3,6 +3,9 @@
 Heavy imports are inside the verbs (see the package).
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +22,19 @@ Traces = Annotated[
     ),
 ]
 Jobs = Annotated[int | None, typer.Option(help="Simulations at once. [default: cores]", min=1)]
+
+
+@contextmanager
+def _interruptible(said: str) -> Iterator[None]:
+    """Ctrl-C ends with one line and 130, as shells have it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"sumibi: stopped; {said}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+KEPT = "runs that were done are kept, and the same command goes on from there"
 
 
 def replay(
@@ -78,10 +94,11 @@ def replay(
 
     reports.check_output(json, "--json")
     reports.check_plot(plot)
+    reports.check_sources(trace)
     names, spec = policies(policy), load(fleet)
     from sumibi import console
 
-    with console.progress() as report:
+    with _interruptible("nothing was written"), console.progress() as report:
         report("traffic", ", ".join(trace), None)
         workload = workload_of(trace, format=format, seed=seed)
         report("traffic", ", ".join(trace), 1.0)
@@ -127,23 +144,26 @@ def bench_routing(
     whole grid takes hours, `--quick` minutes. The exit code is 1 if a target was missed.
     """
     from sumibi import console
-    from sumibi.bench import routing
+    from sumibi.bench import replay_report, routing
     from sumibi.bench.grid import repository
     from sumibi.bench.replay import policies as named
     from sumibi.bench.traffic import default_traces
 
     whole = not (quick or only or policies)
     root = repository()
-    with console.progress() as report:
+    baselines = named(policies) if policies else []
+    page = results or (root / "benchmarks/routing/RESULTS.md" if whole else Path("out/bench-routing.md"))
+    replay_report.check_output(json, "--json", make_directory=True)
+    replay_report.check_output(page, "--results", make_directory=True)
+    with _interruptible(KEPT), console.progress() as report:
         judged = routing.bench_routing(
             quick=quick,
             only=[name.strip() for name in only.split(",") if name.strip()],
-            policies=named(policies) if policies else [],
+            policies=baselines,
             traces=traces or default_traces(root),
             jobs=jobs,
             json=json,
-            page=results
-            or (root / "benchmarks/routing/RESULTS.md" if whole else Path("out/bench-routing.md")),
+            page=page,
             report=report,
         )
     routing.show(judged)
@@ -159,12 +179,13 @@ def bench_claims(
     where a claim does not hold. Takes some minutes; runs that are done are kept.
     """
     from sumibi import console
-    from sumibi.bench import claims
+    from sumibi.bench import claims, replay_report
     from sumibi.bench.grid import repository
     from sumibi.bench.report import write_json
     from sumibi.bench.traffic import default_traces
 
-    with console.progress() as report:
+    replay_report.check_output(json, "--json", make_directory=True)
+    with _interruptible(KEPT), console.progress() as report:
         found = claims.bench_claims(traces=traces or default_traces(repository()), jobs=jobs, report=report)
     claims.show(found)
     if json is not None:
