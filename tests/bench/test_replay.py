@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sumibi.bench.bounds import capacity_tokens
-from sumibi.bench.replay import policies, replay, with_users, workload_of
-from sumibi.bench.replay_report import check_output
+from sumibi.bench.replay import policies, policies_for, replay, with_users, workload_of
+from sumibi.bench.replay_report import check_output, print_table
 from sumibi.cli import main
 from sumibi.core.errors import ConfigError
 from sumibi.routing.policies import POLICIES
@@ -128,6 +128,56 @@ def test_policies_by_name():
         policies("cost,best")
     with pytest.raises(ConfigError, match="--policy: no policy is named"):
         policies(",")
+
+
+def with_roles() -> str:
+    prefill, decode = (
+        FLEET.split("groups:\n")[1].replace("{count", f"{{role: {role}, name: {role}, count")
+        for role in ("prefill", "decode")
+    )
+    return f"name: pools\ngroups:\n{prefill}{decode}"
+
+
+def test_all_policies_on_a_fleet_with_roles(fleet: FleetSpec):
+    pools = parse(with_roles())
+    pairing, left_out = policies_for("all", pools)
+    assert pairing == ["cost", "round-robin", "random"]
+    assert sorted(pairing + left_out) == sorted(POLICIES)
+    assert policies_for("all", fleet) == (list(POLICIES), [])
+    # one that is named is not left out in silence
+    named, _ = policies_for("all,dynamo-kv", pools)
+    assert "dynamo-kv" in named
+    assert policies_for("dynamo-kv", pools) == (["dynamo-kv"], [])
+
+
+def test_all_says_what_it_left_out(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "fleet.yaml").write_text(with_roles())
+    words = ["replay", str(trace), "--fleet", str(tmp_path / "fleet.yaml"), "--policy"]
+    assert main([*words, "all"]) == 0
+    shown = capsys.readouterr().out
+    assert "Left out, as they make no pairs of prefill and decode: least-loaded, session-sticky," in shown
+    assert main([*words, "least-loaded"]) == 2
+    assert "policy least-loaded makes no pairs" in capsys.readouterr().err
+
+
+def test_where_nothing_could_be_found_there_is_no_share(
+    tmp_path: Path, fleet: FleetSpec, capsys: pytest.CaptureFixture[str]
+):
+    alone = write_trace(tmp_path / "alone", [(0, 640, list(range(10)))])
+    replayed = replay(workload_of([str(alone)]), fleet, ["cost"])
+    assert replayed[0].record()["share_of_bound"] is None
+    print_table(replayed)
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["cost"][1:3] == ["0.0000", "-"]
+    assert rows["infinite"][2:] == ["0.0000", "-"]
+
+
+def test_a_cache_smaller_than_a_block_of_the_traffic_is_named(trace: Path):
+    small = parse(FLEET.replace("6_400", "63"))
+    with pytest.raises(
+        ConfigError, match=r"kv_tokens of group 'replica' must hold .* 't', 64 tokens, not 63"
+    ):
+        replay(workload_of([str(trace)]), small, ["cost"])
 
 
 def test_several_files_are_one_workload(trace: Path, tmp_path: Path):

@@ -24,6 +24,7 @@ from sumibi.routing.recording import Started
 from sumibi.sim.arithmetic import bound, in_order, prepare
 from sumibi.sim.fleet import FleetSpec, Group
 from sumibi.sim.simulate import simulate
+from sumibi.sim.workload import Workload
 
 
 def write(path: Path, records: list[dict]) -> Path:
@@ -200,6 +201,28 @@ def test_access_log_with_sessions_and_prompts(tmp_path: Path):
     assert [turn.offset_ms for turn in session.turns] == [0, 3_000]
 
 
+def told(workload: Workload, path: Path) -> list[str]:
+    """Session ids that a router is told when this is played, sorted."""
+    group = Group(count=2, latency="llama-3.1-8b/1xh100", kv_tokens=100_000)
+    with path.open("wb") as log:
+        simulate(workload, FleetSpec(name="two", groups=[group]), log=log)
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    return sorted(record.get("session", "") for record in records if record["type"] == "Arrived")
+
+
+def test_access_log_tells_the_session_ids_that_requests_carried(tmp_path: Path):
+    prompt = {"prompt": "a b c d", "usage": {"prompt_tokens": 4, "completion_tokens": 1}}
+    ids: list[dict] = [{"session_id": "s"}, {}, {"session_id": "s"}, {"session_id": "u"}]
+    named = write(tmp_path / "named", [{"ts": 10 * i} | prompt | one for i, one in enumerate(ids)])
+    unnamed = write(tmp_path / "unnamed", [{"ts": 0} | prompt, {"ts": 5} | prompt])
+    log = tmp_path / "events.jsonl"
+    assert told(read(named), log) == ["", "s", "s", "u"]
+    assert told(read(unnamed), log) == ["", ""]
+    # files played as one: each says what its own requests carried
+    for paths in ([unnamed, named], [named, unnamed]):
+        assert told(read_all(paths), log) == ["", "", "", "s", "s", "u"]
+
+
 def up(t: float, engine_block_tokens: int = 32) -> EndpointUp:
     return EndpointUp(
         t=t, endpoint="http://e:1#0", models=["m"], engine_block_tokens=engine_block_tokens, kv_tokens=10_000
@@ -262,6 +285,18 @@ def test_what_a_router_was_told_can_be_played_again(tmp_path: Path):
     assert sorted(len(s.turns) for s in again.sessions) == sorted(len(s.turns) for s in workload.sessions)
     assert again.block_tokens == 64
     assert bound(in_order(prepare(again))) == bound(in_order(prepare(workload), 3))
+
+
+def test_recording_tells_the_session_ids_that_requests_carried(tmp_path: Path):
+    carried = [
+        msgspec.structs.replace(event, session="s") if isinstance(event, Arrived) else event
+        for event in recorded(103.0, "r1", [11], 40, 105.0, 5) + recorded(110.0, "r2", [21], 40, 112.0, 5)
+    ]
+    start: list = [Started(RouterConfig()), up(100.0)]
+    unnamed = recorded(120.0, "r3", [31], 40, 121.0, 5)
+    path, log = tmp_path / "events.jsonl", tmp_path / "again.jsonl"
+    assert told(read(write_log(path, start + carried + unnamed)), log) == ["", "s", "s"]
+    assert told(read(write_log(path, start + unnamed)), log) == [""]
 
 
 def test_a_recording_without_its_beginning(tmp_path: Path):

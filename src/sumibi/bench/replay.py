@@ -11,7 +11,7 @@ from sumibi.bench.bounds import Bounds, BoundsOf
 from sumibi.bench.traces import read_all
 from sumibi.bench.workloads import generate, generator_of
 from sumibi.core.errors import ConfigError
-from sumibi.routing.policies import POLICIES, check_pairing
+from sumibi.routing.policies import PAIRING, POLICIES, check_pairing
 from sumibi.sim.fleet import FleetSpec
 from sumibi.sim.results import Run
 from sumibi.sim.simulate import simulate
@@ -44,14 +44,35 @@ class Replayed:
         }
 
 
-def share(rate: float, of: float) -> float:
-    """Part of what was possible that was reached; 1 if nothing was."""
-    return rate / of if of else 1.0
+def share(rate: float, of: float) -> float | None:
+    """Part of what was possible that was reached; None if nothing was."""
+    return rate / of if of else None
+
+
+def policies_for(text: str, fleet: FleetSpec) -> tuple[list[str], list[str]]:
+    """`policies`, and those that `all` leaves out on this fleet: they make no pairs, and groups have roles.
+
+    One that is named stays, to be refused. Raises ConfigError.
+    """
+    names, asked = policies(text), _split(text)
+    if not has_roles(fleet) or "all" not in asked:
+        return names, []
+    left_out = [name for name in names if name not in PAIRING and name not in asked]
+    return [name for name in names if name not in left_out], left_out
+
+
+def has_roles(fleet: FleetSpec) -> bool:
+    """Whether requests may be pairs of prefill and decode."""
+    return any(group.role != "both" for group in fleet.groups)
+
+
+def _split(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def policies(text: str) -> list[str]:
     """Names from `a,b,c` or `all`, each once. Raises ConfigError."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = _split(text)
     if "all" in names:
         return list(POLICIES)
     unknown = [name for name in names if name not in POLICIES]
@@ -98,7 +119,7 @@ def replay(
 
     Baselines are calibrated for the fleet as their authors would.
     """
-    if any(group.role != "both" for group in fleet.groups):
+    if has_roles(fleet):
         for name in names:
             check_pairing(name)
     users = with_users(workload, users)

@@ -40,8 +40,11 @@ _WINDOWS = 40
 """Points of a curve over time; half as many where there are many curves."""
 
 
-def print_table(replayed: Sequence[Replayed]) -> None:
-    """A row a policy, then the bounds (in the first policy's order of arrivals)."""
+def print_table(replayed: Sequence[Replayed], left_out: Sequence[str] = ()) -> None:
+    """A row a policy, then the bounds (in the first policy's order of arrivals).
+
+    `left_out`: policies that were not played because they make no pairs.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -58,7 +61,7 @@ def print_table(replayed: Sequence[Replayed]) -> None:
         table.add_row(
             row.policy,
             f"{row.token_hit_rate:.4f}",
-            f"{share(row.token_hit_rate, one.bounds.infinite):.1%}",
+            _share(row.token_hit_rate, one.bounds.infinite),
             f"{row.work_share:.2f}",
             *(_seconds(value) for value in (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s)),
             f"{1000 * row.itl_p50_s:.1f}",
@@ -74,13 +77,21 @@ def print_table(replayed: Sequence[Replayed]) -> None:
         ("pooled, with hindsight", bounds.pooled_belady),
         ("pooled LRU", bounds.pooled_lru),
     ):
-        table.add_row(name, f"{rate:.4f}", f"{share(rate, bounds.infinite):.1%}")
+        table.add_row(name, f"{rate:.4f}", _share(rate, bounds.infinite))
     # rather lines that a narrow terminal wraps than figures that are cut
     needed = Console(width=1_000).measure(table).maximum
     console = Console()
     console = Console(width=max(console.width, needed))
     console.print(table)
     console.print(_LEGEND, highlight=False, soft_wrap=True)
+    if left_out:
+        line = f"Left out, as they make no pairs of prefill and decode: {', '.join(left_out)}."
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _share(rate: float, of: float) -> str:
+    part = share(rate, of)
+    return "-" if part is None else f"{part:.1%}"
 
 
 def _seconds(value: float) -> str:

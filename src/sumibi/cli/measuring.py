@@ -89,13 +89,14 @@ def replay(
         - {count: 4, latency: llama-3.1-70b/4xh100, kv_tokens: 461_376}
     """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi.bench import replay_report as reports
-    from sumibi.bench.replay import policies, replay, workload_of
+    from sumibi.bench.replay import policies_for, replay, workload_of
     from sumibi.sim.fleet import load
 
     reports.check_output(json, "--json")
     reports.check_plot(plot)
     reports.check_sources(trace)
-    names, spec = policies(policy), load(fleet)
+    spec = load(fleet)
+    names, left_out = policies_for(policy, spec)
     from sumibi import console
 
     with _interruptible("nothing was written"), console.progress() as report:
@@ -103,7 +104,7 @@ def replay(
         workload = workload_of(trace, format=format, seed=seed)
         report("traffic", ", ".join(trace), 1.0)
         replayed = replay(workload, spec, names, users=users, seed=seed, report=report)
-    reports.print_table(replayed)
+    reports.print_table(replayed, left_out)
     if json is not None:
         reports.write_json(json, replayed)
     if plot is not None:

@@ -3,6 +3,8 @@
 Read from small YAML files; a field that is not known, or does not fit, is refused by its name.
 """
 
+from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -159,25 +161,110 @@ def load(path: Path) -> FleetSpec:
     return parse(text, str(path))
 
 
+_AT_LEAST_ONE: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    Group: (
+        "count",
+        "ranks",
+        "kv_tokens",
+        "chunk_tokens",
+        "max_sequences",
+        "kv_bytes_per_token",
+        "adapter_slots",
+    ),
+    HostTier: ("tokens",),
+    Store: ("tokens",),
+}
+_ABOVE_ZERO: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    FleetSpec: ("scrape_interval_s", "timeout_s"),
+    HostTier: ("gb_per_s",),
+    Store: ("gb_per_s",),
+    LinkSpec: ("gb_per_s",),
+    Fault: ("factor",),
+}
+_NOT_NEGATIVE: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    FleetSpec: ("overhead_s", "kv_event_delay_s", "detect_s"),
+    Group: ("adapter_load_s",),
+    HostTier: ("latency_s",),
+    Store: ("latency_s",),
+    LinkSpec: ("setup_s", "keep_s"),
+    LatencyModel: LatencyModel.__struct_fields__,
+    Fault: ("at_s",),
+}
+
+
+def _parts(fleet: FleetSpec) -> Iterator[tuple[str, msgspec.Struct]]:
+    """All that has numbers, with the beginning of its fields' names."""
+    yield "", fleet
+    if fleet.store is not None:
+        yield "store.", fleet.store
+    for i, group in enumerate(fleet.groups):
+        yield f"groups[{i}].", group
+        for name in ("host", "link", "latency"):
+            part = getattr(group, name)
+            if isinstance(part, msgspec.Struct):
+                yield f"groups[{i}].{name}.", part
+    for i, fault in enumerate(fleet.faults):
+        yield f"faults[{i}].", fault
+
+
+def _check_numbers(fleet: FleetSpec, source: str) -> None:
+    """Every number is finite and in its range; None, where it is allowed, is in it."""
+    for at, part in _parts(fleet):
+        for name in _AT_LEAST_ONE.get(type(part), ()):
+            value = getattr(part, name)
+            if value < 1:
+                raise ConfigError(f"{source}: {at}{name} must be at least 1, not {value}")
+        for name in _ABOVE_ZERO.get(type(part), ()):
+            value = getattr(part, name)
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(f"{source}: {at}{name} must be a number above 0, not {value}")
+        for name in _NOT_NEGATIVE.get(type(part), ()):
+            value = getattr(part, name)
+            if value is not None and not 0 <= value < inf:
+                raise ConfigError(f"{source}: {at}{name} must be 0 or more, and finite, not {value}")
+
+
 def _check(fleet: FleetSpec, source: str) -> None:
     if not fleet.groups:
         raise ConfigError(f"{source}: groups: at least one is needed")
+    _check_numbers(fleet, source)
     for i, group in enumerate(fleet.groups):
-        for name in ("count", "ranks", "kv_tokens", "chunk_tokens", "max_sequences", "kv_bytes_per_token"):
-            if getattr(group, name) < 1:
-                raise ConfigError(f"{source}: groups[{i}].{name} must be at least 1")
         if group.max_sequences > group.chunk_tokens:
             raise ConfigError(f"{source}: groups[{i}].max_sequences must not exceed chunk_tokens")
-        group.times()
+        _check_speed(group.times().model, f"{source}: groups[{i}].latency")
     for i, group in enumerate(fleet.groups):
-        served = [other for other in fleet.groups if other.model == group.model and other.role != "prefill"]
-        if not served:
-            raise ConfigError(f"{source}: groups[{i}].role: nobody generates for model {group.model!r}")
+        roles = {other.role for other in fleet.groups if other.model == group.model}
+        if roles == {"prefill"}:
+            raise ConfigError(
+                f"{source}: groups[{i}].role: nobody generates for model {group.model!r}: add a group with"
+                " role decode or both, or leave `role` out"
+            )
+        if roles == {"decode"}:
+            raise ConfigError(
+                f"{source}: groups[{i}].role: nobody computes prompts for model {group.model!r}: add a group"
+                " with role prefill or both, or leave `role` out"
+            )
     names = [name for name, _ in fleet.endpoints()]
     if len(set(names)) < len(names):
         raise ConfigError(f"{source}: groups: every group needs a name of its own")
+    _check_faults(fleet, names, source)
+
+
+def _check_speed(model: LatencyModel, at: str) -> None:
+    """A prefill and a step of decode each take some time."""
+    for names in (("a_s", "b_s", "q_s"), ("d0_s", "d1_s", "d2_s")):
+        if not any(getattr(model, name) for name in names):
+            raise ConfigError(f"{at}: {', '.join(names)} must not all be 0")
+
+
+def _check_faults(fleet: FleetSpec, names: list[str], source: str) -> None:
     for i, fault in enumerate(fleet.faults):
         if fault.endpoint not in names:
             raise ConfigError(f"{source}: faults[{i}].endpoint {fault.endpoint!r} is not one of {names}")
         if fault.kind == "restart" and fault.until_s is None:
             raise ConfigError(f"{source}: faults[{i}].until_s: a restart needs the time when it is back")
+        if fault.until_s is not None and not fault.at_s < fault.until_s < inf:
+            raise ConfigError(
+                f"{source}: faults[{i}].until_s must be later than at_s ({fault.at_s:g}), and finite, not"
+                f" {fault.until_s:g}"
+            )

@@ -50,6 +50,10 @@ class Session:
     """Open loop: its `start_s` counts from the start of this stage, which begins when all requests of the
     stage before are over and a pause has passed.
     """
+    named: bool = True
+    """Its name is what its requests carry as a session id, where the workload `names_sessions`. False: the
+    client gave none, and the name is a reader's.
+    """
 
     def prompt_keys(self, turn: Turn) -> list[int]:
         """Routing keys of the turn's full blocks."""
@@ -72,9 +76,15 @@ class Workload:
     pause_s: float = 30.0
     """Closed loop: a user's, between two sessions."""
     names_sessions: bool = False
-    """Requests carry a session id, as those of coding agents do. Else no policy may know it."""
+    """Requests of `named` sessions carry a session id, as those of coding agents do. Else no policy may know
+    it.
+    """
 
     @property
     def requests(self) -> int:
         """Turns of all sessions."""
         return sum(len(s.turns) for s in self.sessions)
+
+    def session_id(self, session: Session) -> str:
+        """What requests of this session carry; empty: nothing."""
+        return session.name if self.names_sessions and session.named else ""

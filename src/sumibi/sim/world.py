@@ -108,6 +108,12 @@ class World:
     def _build(self, seed: int, wrong_constants: bool, noise: float) -> None:
         """Replicas and endpoints of the fleet."""
         fleet, block_tokens = self._fleet, self._workload.block_tokens
+        for group in fleet.groups:
+            if group.kv_tokens < block_tokens:
+                raise ConfigError(
+                    f"fleet {fleet.name}: kv_tokens of group {group.name!r} must hold at least one block of"
+                    f" workload {self._workload.name!r}, {block_tokens} tokens, not {group.kv_tokens}"
+                )
         store = None
         if fleet.store is not None:
             link = Link(fleet.store.gb_per_s, fleet.store.latency_s)
@@ -208,7 +214,7 @@ class World:
                 prompt_tokens=turn.prompt_tokens,
                 max_tokens=turn.max_tokens,
                 tenant=session.tenant,
-                session=session.name if self._workload.names_sessions else "",
+                session=self._workload.session_id(session),
                 priority=session.priority,
                 stream=True,
             )

@@ -47,6 +47,11 @@ def read(path: Path, format: str | None = None) -> Workload:
 def read_all(paths: list[Path], format: str | None = None) -> Workload:
     """Several files as one workload: their sessions one after another. Raises TraceError."""
     first, *others = (read(path, format) for path in paths)
+    for each in (first, *others):
+        for session in each.sessions:
+            # where another file's requests carry session ids, this one's still do not
+            session.named = bool(each.session_id(session))
+    first.names_sessions = any(each.names_sessions for each in (first, *others))
     for path, other in zip(paths[1:], others, strict=True):
         if other.block_tokens != first.block_tokens:
             raise trace_error(path, 0, f"has blocks of {other.block_tokens} tokens, {paths[0]} of"

@@ -67,12 +67,14 @@ class Conversations:
     def workload(self, name: str, block_tokens: int) -> Workload:
         """Conversations as sessions of an open loop, from the first arrival on.
 
-        Output lengths that the log does not have are taken to be the mean of the others.
+        Output lengths that the log does not have are taken to be the mean of the others. Policies get the
+        session ids that clients gave, and none where they gave none.
         """
         self.asked.sort(key=lambda one: one.start_s)
         known = [one.output_tokens for one in self.asked if one.output_tokens is not None]
         usual = round(sum(known) / len(known)) if known else 1
-        workload = Workload(name, block_tokens)
+        carried = any(one.conversation for one in self.asked)
+        workload = Workload(name, block_tokens, names_sessions=carried)
         by_name: dict[str, _Open] = {}
         by_end: dict[int, _Open] = {}
         for one in self.asked:
@@ -87,6 +89,7 @@ class Conversations:
                     model=one.model,
                     tenant=one.tenant,
                     priority=one.priority,
+                    named=bool(one.conversation),
                 )
                 workload.sessions.append(session)
                 found = _Open(SessionBlocks(session), one.start_s, one)
