@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 import pytest
@@ -13,7 +14,8 @@ import yaml
 from sumibi.bench.grid import ROWS
 from sumibi.bench.workloads import GENERATORS
 from sumibi.cli import app
-from sumibi.sim.fleet import FleetSpec, Group
+from sumibi.core.latency import LatencyModel
+from sumibi.sim.fleet import Fault, FleetSpec, Group
 from sumibi.sim.fleet import load as load_fleet
 from sumibi.stack import POLICIES, Stack, known_keys, load_stack
 
@@ -228,21 +230,37 @@ def test_the_fleet_in_the_help_of_replay_is_valid(tmp_path):
 
 def test_the_page_of_replay_names_fields_of_fleets_with_their_defaults():
     page = (ROOT / "docs/replay.md").read_text()
-    known = {field.name: field.default for field in msgspec.structs.fields(Group)}
-    table = page.partition("| field of a group |")[2].partition("\n\n")[0]
-    rows = [row.split("|") for row in table.splitlines()[2:]]
-    assert len(rows) > 5
-    for _, named, _, default, _ in rows:
-        names = re.findall(r"`(\w+)`", named)
-        assert set(names) <= known.keys()
-        shown = default.strip().replace("`", "").split(", ")
-        if len(shown) == len(names) and shown != [""]:
-            for name, text in zip(names, shown, strict=True):
-                assert str(known[name] or "none") in (text, "NODEFAULT"), name
-    of_fleet = page.partition("Of the fleet: ")[2].partition(". A wrong field")[0]
-    named = set(re.findall(r"`(\w+)`", of_fleet))
-    assert named
-    assert named <= {field.name for field in msgspec.structs.fields(FleetSpec)}
+    for head, of in (("a group", Group), ("the fleet", FleetSpec)):
+        known = {field.name: field.default for field in msgspec.structs.fields(of)}
+        table = page.partition(f"| field of {head} |")[2].partition("\n\n")[0]
+        rows = [row.split("|") for row in table.splitlines()[2:]]
+        listed = [name for row in rows for name in re.findall(r"`(\w+)`", row[1])]
+        assert sorted(listed) == sorted(known)
+        for _, named, _, default, _ in rows:
+            names = re.findall(r"`(\w+)`", named)
+            shown = default.strip().replace("`", "").split(", ")
+            if len(shown) == len(names) and shown != [""]:
+                for name, text in zip(names, shown, strict=True):
+                    assert as_shown(known[name]) in (text.replace("never", "none"), ""), name
+
+
+def as_shown(default: object) -> str:
+    """How a page writes it; empty: there is none, or an empty list."""
+    if default is msgspec.NODEFAULT:
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default or "none")
+
+
+def test_the_page_of_replay_names_what_faults_and_speeds_are_made_of():
+    page = (ROOT / "docs/replay.md").read_text()
+    faults = page.partition("### What goes wrong")[2].partition("###")[0]
+    kinds = get_type_hints(Fault)["kind"].__args__
+    assert tuple(re.findall(r"^\| `([a-z-]+)` \|", faults.partition("| `kind`")[2], re.MULTILINE)) == kinds
+    assert set(Fault.__struct_fields__) <= set(re.findall(r"`(\w+)`", faults))
+    speeds = page.partition("### Speeds")[2].partition("###")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", speeds, re.MULTILINE)) == LatencyModel.__struct_fields__
 
 
 def test_the_policies_page_lists_every_policy_once():

@@ -280,13 +280,22 @@ def test_policies_that_make_no_pairs_are_named_before_anything_is_played(trace: 
     assert (run.record()["requests"], run.record()["rejected"]) == (4, 1)
 
 
-def test_the_page_has_a_fleet_that_is_one():
+def test_the_page_s_fleets_and_fields_are_those_there_are():
     page = (Path(__file__).resolve().parents[2] / "docs/replay.md").read_text()
-    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert parse(text).replicas == 4
+    first, *others = [parse(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    assert first.replicas == 4
+    assert any(fleet.faults for fleet in others)
     named = re.findall(r"`([a-z_]+)`", page)
     fields = set(FleetSpec.__struct_fields__) | set(Group.__struct_fields__)
-    assert fields - {"groups", "adapter_slots", "adapter_load_s", "kv_replay", "detect_s"} <= set(named)
+    assert fields <= set(named)
+
+
+def test_the_page_lists_every_field_of_a_run(trace: Path, fleet: FleetSpec):
+    page = (Path(__file__).resolve().parents[2] / "docs/replay.md").read_text()
+    table = page.partition("| field of `--json` |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    (run,) = replay(workload_of([str(trace)]), fleet, ["cost"])
+    assert sorted(named) == sorted(run.record())
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
