@@ -20,6 +20,7 @@ from sumibi.routing.events import (
     FinishReason,
     FirstToken,
     KeysAdded,
+    KeysRemoved,
     Residency,
 )
 from sumibi.routing.router import Router
@@ -31,6 +32,8 @@ DECODING, PREFILLING = 12.0, 0.5
 """Requests at each endpoint, on average: half of the time it computes a prefill."""
 FILLING = round(1.5 * (DECODING + PREFILLING) * content.ENDPOINTS)
 """Requests before the first that is timed."""
+LATEST = 0.1
+"""The index grows by this part of its blocks at most: engines evict as well."""
 STEP_S = 0.02
 """Between arrivals: a prefill takes some 0.6 s then."""
 HOLD_ABOVE_S = 600.0
@@ -49,6 +52,8 @@ class Lab:
         self._number = 0
         self._prefilling: deque[tuple[Dispatch, list[int]]] = deque()
         self._decoding: deque[Dispatch] = deque()
+        self._added: deque[tuple[str, list[int]]] = deque()
+        """Blocks stored since the start, by endpoint, the oldest first."""
         for endpoint in range(content.ENDPOINTS):
             self._tell(
                 EndpointUp(
@@ -63,8 +68,15 @@ class Lab:
                 )
             )
 
+    def _blocks(self) -> int:
+        return len(self.router._index)
+
     def _tell(self, event):
         return self.router.handle(event)
+
+    def evict(self, endpoint: str, keys: list[int]) -> None:
+        """KV events tell that these blocks are gone, the deepest first."""
+        self._tell(Residency(t=self.t, endpoint=endpoint, changes=[KeysRemoved("gpu", keys[::-1])]))
 
     def store(self, endpoint: str, parent: int | None, keys: list[int]) -> None:
         """KV events told of these blocks."""
@@ -110,7 +122,13 @@ class Lab:
             dispatch, keys = self._prefilling.popleft()
             self._tell(FirstToken(t=self.t, request=dispatch.request, attempt=dispatch.attempt))
             full = keys[: content.PROMPT_TOKENS // content.BLOCK_TOKENS]
+            before = self._blocks()
             self.store(dispatch.endpoint, None, full)
+            # What is new is the prompt's end; the index stays as large as it was, but for the latest of them.
+            if added := self._blocks() - before:
+                self._added.append((dispatch.endpoint, full[-added:]))
+            while self._blocks() > content.BLOCKS * (1 + LATEST):
+                self.evict(*self._added.popleft())
             self._decoding.append(dispatch)
         if len(self._decoding) > DECODING * content.ENDPOINTS:
             dispatch = self._decoding.popleft()

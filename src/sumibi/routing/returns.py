@@ -29,7 +29,7 @@ PRIOR_IDLE_S = (1.0, 300.0)
 """Those came back evenly (in the logarithm) between these idle times."""
 BLOCKS_AN_END = 10
 """For so many blocks of history the end of one prompt is remembered."""
-LONG_ANSWER_TOKENS = 8192
+LONG_ANSWER_TOKENS = 4096
 """The next prompt of a conversation has its last one's end so many tokens at most before what is known."""
 FORGET_USES = 20_000.0
 """Beyond so many uses of a class the older ones begin to fade."""
