@@ -118,8 +118,15 @@ def test_a_bound_is_never_above_the_price_and_near_it_where_nothing_is_evicted(s
             endpoint.order_victims(lab.t, BLOCK, returns)
         for priority in (0, 1):
             known = rows(roster, priority, lab.t)
-            floors = Floors(known, lab.t, prompt_tokens=200, output_tokens=30.0)
-            floors.settle(known.spread(lab.t), company_s(known.spread(lab.t).inflight + 1.0, 0.7))
+            even = known.spread(lab.t)
+            floors = Floors(
+                known,
+                lab.t,
+                prompt_tokens=200,
+                output_tokens=30.0,
+                spread=even,
+                company_s=company_s(even.inflight + 1.0, 0.7),
+            )
             for place, endpoint in enumerate(endpoints):
                 bound_s = floors.at(place, 0)
                 ((near_s, _),) = [near for near in floors.near(bound_s, 0) if near[1] == place]

@@ -20,8 +20,8 @@ delay    for those decoding there (DECODE): each stands still while this prefill
          returned so far (`returns`): they will have to wait for what is left of it.
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
          times the chance that it is wanted again after so long (`recency`). Little where finished
-         conversations lie, much where a cache is full of live ones; and before it is full, for what will
-         be pushed out as they grow (CROWD). What goes to a tier below costs the fetch, not the prefill, by
+         conversations lie, much where a cache is full of live ones. And for what will be pushed
+         out as live ones grow (CROWD). What goes to a tier below costs the fetch, not the prefill, by
          the same chance; what falls out of that one is lost, unless a store has it.
 balance  the prefill itself, wherever it is computed (WORK), more where more than its share was computed
          lately: conversations stay, so such an endpoint will be asked for more. And for those that will
@@ -73,8 +73,8 @@ def imbalance(worked_s: float, level_s: float) -> float:
 
 
 def company_s(sequences: float, followed: float) -> float:
-    """For each second that one more sequence adds to the steps of an answer: what the followers of a new
-    prompt cost beside so many.
+    """Seconds that the followers of a new prompt cost beside so many sequences, for each second that one
+    more adds to the steps of an answer. `followed`: as in `price`.
     """
     return DECODE * FOLLOWERS * followed * sequences
 
@@ -97,7 +97,7 @@ def price(
     output_tokens: float,
     block_tokens: int,
     spread: Spread,
-    followed: float = 1.0,
+    followed: float,
     forks: bool = False,
     ahead_s: float = 0.0,
     priority: int = 0,

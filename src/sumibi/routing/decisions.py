@@ -43,7 +43,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     evict_s: float
     """To recompute, later, what this request pushes out of the cache."""
     balance_s: float
-    """For the work itself, more where more than its share was computed lately, less where less."""
+    """For the work itself, more where more than its share was computed lately, less where less; and for those
+    who will follow a new prompt, where more settled than elsewhere."""
     total_s: float
     inflight: float
     """Requests there, foreign ones (a fading estimate) included."""

@@ -1,9 +1,9 @@
 """What a request costs at an endpoint at least, as a few numbers that change only when its load does.
 
 From them follows, with a handful of multiplications, a lower bound of the price in `cost`: the prefills
-reserved there, this one's compute, those held up by it who decode there, and the work itself. Whatever else
-the price has (evictions, crowding, returns, places, foreign load, more than a share of the work) is never
-negative and left out.
+reserved there, this one's compute, those held up by it who decode there, the work itself, and, at a closer
+look, followers of a new prompt. Whatever else the price has (evictions, crowding, returns, places, foreign
+load, more than a share of the work, forks) is never negative and left out.
 
 Few of a large fleet come near the best, and most of these hold up few requests. So who may come near is found
 by one number of each endpoint first; a closer look is taken at those only.
@@ -204,24 +204,29 @@ class Floors:
 
     __slots__ = ("_held_up", "_least_settled_s", "_prompt_tokens", "_rows", "_settles", "_t", "_terms")
 
-    def __init__(self, rows: Rows, t: float, *, prompt_tokens: int, output_tokens: float) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        t: float,
+        *,
+        prompt_tokens: int,
+        output_tokens: float,
+        spread: Spread,
+        company_s: float,
+    ) -> None:
+        """`company_s`: see `cost.company_s`."""
         self._rows = rows
         self._t = t
         self._terms = [_Terms(part.hardware, prompt_tokens, output_tokens) for part in rows.parts]
         self._prompt_tokens = prompt_tokens
-        self._settles: list[tuple[float, float]] = [(0.0, 0.0)] * len(rows.parts)
-        """By part: seconds of settled work as they count now; what each costs a prompt that is new."""
-        self._least_settled_s = self._held_up = 0.0
-
-    def settle(self, spread: Spread, company_s: float) -> None:
-        """Count what settled as well, where a prompt is looked at singly."""
-        each_s = company_s / spread.settled_level_s
         self._least_settled_s = spread.least_settled_s
         self._held_up = 1.0 + DECODE * spread.inflight
+        faded, each_s = rows.faded(t), company_s / spread.settled_level_s
         self._settles = [
-            (self._rows.faded(self._t) * part.hardware.work, each_s * terms.steps_s * part.least_own_decode)
-            for part, terms in zip(self._rows.parts, self._terms, strict=True)
+            (faded * part.hardware.work, each_s * terms.steps_s * part.least_own_decode)
+            for part, terms in zip(rows.parts, self._terms, strict=True)
         ]
+        """By part: what a second of settled work counts now; what each costs a prompt that is new."""
 
     def idlest(self) -> list[int]:
         """Of each kind of hardware the place of the endpoint where a request holds up the fewest."""

@@ -137,8 +137,14 @@ def candidates(
 
     if known is None:
         return Looked(endpoints, [look(place) for place in range(count)], levels)
-    floors = Floors(known, t, prompt_tokens=event.prompt_tokens, output_tokens=output_tokens)
-    floors.settle(spread, company_s(spread.inflight + 1.0, followed))
+    floors = Floors(
+        known,
+        t,
+        prompt_tokens=event.prompt_tokens,
+        output_tokens=output_tokens,
+        spread=spread,
+        company_s=company_s(spread.inflight + 1.0, followed),
+    )
     more, most = deepest(levels, roster.places, FEW)
     for endpoint, (reach, _) in pending.items():
         more[at[endpoint]] = reach
