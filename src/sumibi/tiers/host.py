@@ -1,0 +1,96 @@
+"""Blocks in host memory: slots of one size in one allocation, and which block is in which."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sumibi.tiers.catalog import Catalog, Entry, Order
+from sumibi.tiers.words import Buffer
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_bytes(buffer: Buffer) -> Bytes:
+    """`buffer` as an array over the same memory; writable if the buffer is. Copies between such arrays let
+    other threads run, which slices of a memoryview do not.
+    """
+    return np.frombuffer(buffer, dtype=np.uint8)
+
+
+class HostMemory:
+    """`slots` slots. The caller holds the lock of the tiers around every call but `view`.
+
+    Memory is touched when a slot is first used, lowest slots first.
+    """
+
+    def __init__(
+        self, slots: int, block_bytes: int, order: Order, gone: Callable[[Entry], None], *, keep: bool
+    ) -> None:
+        """`gone` is told what was pushed out. `keep` False: a staging area, from which a block goes as soon
+        as nobody reads it any more.
+        """
+        self.slots = slots
+        self.block_bytes = block_bytes
+        self.catalog = Catalog(slots * block_bytes, order)
+        self._keep = keep
+        self._gone = gone
+        self._memory = np.empty((slots, block_bytes), dtype=np.uint8)
+        self._free = list(range(slots - 1, -1, -1))
+
+    def view(self, slot: int) -> Bytes:
+        """The bytes of a slot."""
+        row: Bytes = self._memory[slot]
+        return row
+
+    def take(self, spare: Callable[[Entry], bool] | None = None) -> int | None:
+        """An empty slot, made by pushing a block out if need be; None when all are in use.
+
+        Where only ancestors of blocks in use are left, the oldest of those goes for which `spare` says that
+        it lies elsewhere too.
+        """
+        if self._free:
+            return self._free.pop()
+        entry = self.catalog.victim()
+        if entry is None and spare:
+            others = (e for e in self.catalog if not e.pins and spare(e))
+            entry = min(others, key=lambda e: e.rank, default=None)
+        if entry is None:
+            return None
+        self.remove(entry)
+        self._gone(entry)
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """A taken slot stays empty after all."""
+        self._free.append(slot)
+
+    def settle(self, slot: int, content_id: bytes, parent: bytes | None) -> Entry | None:
+        """A taken slot now holds this block; None, and the slot empty, if another slot does already."""
+        if content_id in self.catalog:
+            self.give(slot)
+            return None
+        return self.catalog.add(content_id, parent, self.block_bytes, place=slot)
+
+    def remove(self, entry: Entry) -> None:
+        """A block leaves; its slot is empty now or when its last reader is done."""
+        self.catalog.remove(entry.content_id)
+        if entry.pins:
+            entry.doomed = True
+        else:
+            self._free.append(entry.place)
+
+    def pin(self, entry: Entry) -> None:
+        """Somebody reads the slot: it stays as it is until `unpin`."""
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """One reader is done."""
+        entry.pins -= 1
+        if entry.pins:
+            return
+        if entry.doomed:
+            entry.doomed = False
+            self._free.append(entry.place)
+        elif not self._keep:
+            self.remove(entry)

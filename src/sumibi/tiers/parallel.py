@@ -1,0 +1,69 @@
+"""Do a list of small jobs on the calling thread and some helpers at once."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from sumibi.tiers.workers import Workers
+
+
+class _Shared:
+    """The jobs not yet begun, and how many are running."""
+
+    def __init__(self, jobs: Iterator[Callable[[], None]]) -> None:
+        self.jobs = jobs
+        self.running = 0
+        self.changed = threading.Condition()
+
+    def work(self) -> None:
+        """Take jobs until there are none."""
+        while True:
+            with self.changed:
+                job = next(self.jobs, None)
+                if job is None:
+                    return
+                self.running += 1
+            try:
+                job()
+            finally:
+                with self.changed:
+                    self.running -= 1
+                    self.changed.notify_all()
+
+
+def run_together(workers: Workers, helpers: int, jobs: Sequence[Callable[[], None]]) -> None:
+    """Run all jobs and return when all are done. The calling thread does its share, so it needs no helper to
+    come free. A job must not raise.
+    """
+    shared = _Shared(iter(jobs))
+    for _ in range(min(helpers, len(jobs) - 1)):
+        if not workers.submit(shared.work):
+            break
+    shared.work()
+    with shared.changed:
+        shared.changed.wait_for(lambda: not shared.running)
+
+
+def run_until(workers: Workers, jobs: Sequence[Callable[[], None]], timeout_s: float) -> bool:
+    """Run all jobs on helpers only; True once all are done, False after `timeout_s` (what has begun then goes
+    on, what has not is not begun) or if a job found no room in the helpers' queue.
+    """
+    done = threading.Condition()
+    left = len(jobs)
+    over = False
+
+    def run(job: Callable[[], None]) -> None:
+        nonlocal left
+        if not over:
+            job()
+        with done:
+            left -= 1
+            done.notify_all()
+
+    for job in jobs:
+        if not workers.submit(lambda job=job: run(job)):  # type: ignore[misc]
+            over = True
+            return False
+    with done:
+        finished = done.wait_for(lambda: left == 0, timeout_s)
+    over = True
+    return finished
