@@ -60,14 +60,60 @@ class FakeModel:
             self.memory[target] = list(self.memory[source])
 
 
+class Elsewhere:
+    """A source that knows tokens by the content id of their block, and fills when the test says so."""
+
+    timeout_s = 60.0
+
+    def __init__(self, model):
+        self.model = model
+        self.blocks = {}
+        self.begun = []
+
+    def keep(self, tokens, content_ids):
+        """Have the full blocks of `tokens`."""
+        size = self.model.block_tokens
+        for index, content_id in enumerate(content_ids):
+            self.blocks[content_id] = tokens[index * size : (index + 1) * size]
+
+    def offer(self, sequence, first_block):
+        """Whole blocks only."""
+        count = 0
+        for content_id in sequence.content_ids[first_block:]:
+            if content_id not in self.blocks:
+                break
+            count += self.model.block_tokens
+        return count
+
+    def fill(self, load, good):
+        """Write the first `good` blocks of a load, and rubbish into the others."""
+        for index, (block, content_id) in enumerate(zip(load.blocks, load.content_ids, strict=False)):
+            self.model.memory[block] = list(self.blocks[content_id]) if index < good else [VOCABULARY - 1] * 4
+        return ["host"] * good
+
+
 class Runner:
     """Scheduler and fake model, stepped by hand; checks the books after every step."""
 
-    def __init__(self, *, num_blocks=64, block_tokens=4, max_sequences=8, step_tokens=16, max_tokens=None):
+    def __init__(
+        self,
+        *,
+        num_blocks=64,
+        block_tokens=4,
+        max_sequences=8,
+        step_tokens=16,
+        max_tokens=None,
+        outside=False,
+        sink=None,
+    ):
         self.pool = BlockPool(num_blocks, block_tokens)
         self.model = FakeModel(num_blocks, block_tokens)
+        self.source = Elsewhere(self.model) if outside else None
+        self.loads = []
         self.scheduler = Scheduler(
             self.pool,
+            source=self.source,
+            sink=sink,
             max_sequences=max_sequences,
             step_tokens=step_tokens,
             max_tokens=max_tokens or num_blocks * block_tokens,
@@ -99,8 +145,10 @@ class Runner:
     def step(self):
         """One step; returns it, None if there was nothing to do."""
         step = self.scheduler.schedule()
+        self.loads += self.scheduler.drain_loads()
+        self.scheduler.check_integrity()
         if step is None:
-            assert not self.scheduler.has_work
+            assert not self.scheduler.has_work or self.scheduler.loads
             return None
         batch = step.batch()
         assert batch.tokens <= self.scheduler.step_tokens
@@ -117,10 +165,19 @@ class Runner:
         self.steps += 1
         return step
 
+    def finish_load(self, at=0, good=None):
+        """End load number `at`, with its first `good` blocks (None: all); returns what the scheduler says."""
+        load = self.loads.pop(at)
+        sources = self.source.fill(load, len(load.blocks) if good is None else good)
+        tokens = self.scheduler.loaded(load, sources)
+        self.scheduler.check_integrity()
+        return tokens
+
     def run(self):
-        """Step until idle."""
-        while self.step():
-            pass
+        """Step until idle; loads end one a step, whole."""
+        while self.step() or self.loads:
+            if self.loads:
+                self.finish_load()
 
 
 @pytest.fixture(scope="session")

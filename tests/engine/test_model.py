@@ -173,6 +173,18 @@ def test_copied_blocks_hold_the_same_keys_and_values(llama):
     same(model.forward(whole(tokens[13:], [51, 50], 13)), right_logits(oracle, tokens)[13:])
 
 
+def test_blocks_read_out_and_written_elsewhere_hold_the_same_keys_and_values(llama):
+    model, oracle = llama
+    tokens = random_tokens(21)
+    model.forward(whole(tokens[:20], [3, 9, 5]))
+    buffers = [memoryview(bytearray(model.block_bytes)) for _ in range(3)]
+    model.read_blocks([3, 9, 5], buffers)
+    model.write_blocks([10, 2, 7], buffers)
+    model.forward(whole([1] * 20, [3, 9, 5]))  # the originals are gone
+    same(model.forward(whole(tokens[20:], [10, 2, 7], 20)), right_logits(oracle, tokens)[20:])
+    assert model.block_bytes == BLOCK_TOKENS * model.kv_bytes_per_token
+
+
 def test_padding_writes_no_block_of_anyones(llama):
     model, _ = llama
     before = [layer.cache[:, :-1].clone() for layer in model._layers]

@@ -151,6 +151,10 @@ class BlockPool:
         """Content ids of all blocks whose content is known, held or cached."""
         return set(self._by_content)
 
+    def known_blocks(self) -> set[int]:
+        """Blocks whose content is known, held or cached."""
+        return set(self._by_content.values())
+
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the pool agrees with itself and with the tables of its `holders`."""
         counts = Counter(block for table in holders for block in table)

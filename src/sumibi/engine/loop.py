@@ -1,9 +1,10 @@
 """The engine: one thread that steps, and the asyncio side that submits prompts and takes tokens.
 
-The step thread owns model, scheduler and sampler; nothing else touches them. Towards it go commands (a
-queue of calls, run between two steps); from it come tokens, one call into the event loop a step whatever
-the number of requests. torch releases the interpreter while it computes, so the server works on one
-request's bytes while the next step runs.
+The step thread owns model, scheduler and sampler; nothing else touches them, but for copies of blocks that
+no step uses (`loading`). Towards it go commands (a queue of calls, run between two steps, the ends of loads
+among them); from it come tokens, one call into the event loop a step whatever the number of requests. torch
+releases the interpreter while it computes, so the server works on one request's bytes while the next step
+runs.
 
 A step that raises is the end of the engine: what the model's memory holds is no longer known. Every open
 generation gets the error, and `on_failure` is called once, so that the process can end and be restarted.
@@ -25,6 +26,7 @@ import torch
 from sumibi.core.content import content_root
 from sumibi.core.errors import EngineUnavailable
 from sumibi.engine.batch import StepBatch
+from sumibi.engine.loading import Load
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.publisher import EventSink
 from sumibi.engine.sampler import Sampled, logprobs_of, sample
@@ -79,6 +81,8 @@ class PromptReport:
 
     cached_tokens: int
     logprobs: list[TokenLogprob]
+    cached_by_source: dict[str, int]
+    """`cached_tokens` by where they were: "device", "host", "disk", ..."""
 
 
 class Generation:
@@ -113,7 +117,7 @@ class Generation:
     def report(self, prompt: int) -> PromptReport:
         """About the request's prompt number `prompt`, after a token of it was taken."""
         sequence = self._prompts[prompt][0]
-        return PromptReport(sequence.cached_tokens or 0, sequence.prompt_logprobs)
+        return PromptReport(sequence.cached_tokens or 0, sequence.prompt_logprobs, sequence.cached_by_source)
 
     def drop(self, choice: int) -> None:
         """End one choice; no more tokens of it will come."""
@@ -170,6 +174,7 @@ class Engine:
         self._namespace = namespace
         self._on_failure = on_failure
         self._numbers = itertools.count()
+        self._stalled = False  # what waits, waits for a command
         self._commands: SimpleQueue[abc.Callable[[], None] | None] = SimpleQueue()
         self._owners: dict[Sequence, Generation] = {}  # the step thread's
         self._open: set[Generation] = set()  # the event loop's
@@ -219,6 +224,10 @@ class Engine:
         self._open.add(generation)
         self._commands.put(partial(self._add, generation, prompts))
         return generation
+
+    def post(self, call: abc.Callable[[], None]) -> None:
+        """Run `call` in the step thread between two steps; from any thread. Nothing once the engine ended."""
+        self._commands.put(call)
 
     def abort(self, sequences: list[Sequence]) -> None:
         """End sequences from outside, before the next step."""
@@ -285,17 +294,24 @@ class Engine:
     def _take_commands(self) -> bool:
         """Run what is queued, waiting for it if there is nothing else to do; False to stop."""
         while True:
+            idle = self._stalled or not self._scheduler.has_work
             try:
-                command = self._commands.get(block=not self._scheduler.has_work)
+                command = self._commands.get(block=idle, timeout=self._give_up_loads() if idle else None)
             except Empty:
+                self._stalled = False
                 return True
             if command is None:
                 return False
             command()
+            self._stalled = False
 
     def _step(self) -> None:
+        self._give_up_loads()
         step = self._scheduler.schedule()
+        for load in self._scheduler.drain_loads():
+            self._begin(load)
         if step is None:
+            self._stalled = True
             return
         now_s = time.monotonic()
         for part in step.parts:
@@ -329,6 +345,42 @@ class Engine:
         if not rows:
             return []
         return sample(logits if rows == list(range(len(logits))) else logits[rows], samplers)
+
+    def _begin(self, load: Load) -> None:
+        source = self._scheduler.source
+        assert source is not None
+        load.begun_s = time.monotonic()
+        load.deadline_s = load.begun_s + source.timeout_s
+        try:
+            source.load(load, lambda sources: self.post(partial(self._loaded, load, sources)))
+        except Exception:
+            log.exception("a load could not begin: what it should bring is computed")
+            self._loaded(load, [])
+
+    def _loaded(self, load: Load, sources: list[str]) -> None:
+        tokens = self._scheduler.loaded(load, sources)
+        self._metrics.loaded(load, tokens, time.monotonic())
+        self._publish()
+
+    def _give_up_loads(self) -> float | None:
+        """Go on without loads that take too long; seconds until the next one does, None if none can."""
+        now_s = time.monotonic()
+        next_s = None
+        for load in self._scheduler.loads:
+            if load.abandoned:
+                continue
+            if load.deadline_s > now_s:
+                next_s = min(next_s or load.deadline_s, load.deadline_s)
+                continue
+            log.warning(
+                "a load of %d tokens takes more than %.1f s: they are computed",
+                load.tokens,
+                load.deadline_s - load.begun_s,
+            )
+            self._metrics.load_timeouts.inc()
+            self._scheduler.give_up(load)
+            next_s = now_s
+        return None if next_s is None else next_s - now_s
 
     def _publish(self) -> None:
         events = self._scheduler.pool.drain_events()

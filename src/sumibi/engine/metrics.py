@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from sumibi.engine.loading import Load
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, Sequence
 
@@ -39,6 +40,9 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
+_VLLM_SOURCES = {"store": "external_unspecified"}
+"""What vLLM calls a source of cached tokens, where it is not what we call it."""
+
 
 class EngineMetrics:
     """The registry of one engine. Observations come from the engine's thread, pages from the server's."""
@@ -49,7 +53,17 @@ class EngineMetrics:
         ProcessCollector(registry=self._registry)  # process_start_time_seconds, memory, CPU
         pool = scheduler.pool
         self._gauge("num_requests_running", "Sequences in the current steps", lambda: len(scheduler.running))
-        self._gauge("num_requests_waiting", "Sequences that wait for a place", lambda: len(scheduler.waiting))
+        self._gauge(
+            "num_requests_waiting",
+            "Sequences that wait for a place or for their KV",
+            lambda: len(scheduler.waiting) + scheduler.loading,
+        )
+        self._gauge(
+            "num_requests_loading",
+            "Those of them that wait for KV from outside",
+            lambda: scheduler.loading,
+            prefix="sumibi",
+        )
         self._gauge("kv_cache_usage_perc", "Held KV blocks, 0 to 1", lambda: pool.held / pool.num_blocks)
         self._gauge(
             "max_num_seqs", "Sequences computed at once", lambda: scheduler.max_sequences, prefix="sumibi"
@@ -72,6 +86,29 @@ class EngineMetrics:
         )
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
+        self._external_queries = self._counter(
+            "external_prefix_cache_queries", "Prompt tokens that the device lacked, looked up outside"
+        )
+        self._external_hits = self._counter(
+            "external_prefix_cache_hits", "Prompt tokens that were loaded from outside"
+        )
+        self._has_source = scheduler.source is not None
+        self._by_source = self._labelled(
+            "prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source"
+        )
+        self._cached_by_source = self._labelled(
+            "prompt_tokens_cached_by_source", "Cached prompt tokens by where they were", "source"
+        )
+        self._load_s = self._histogram(
+            "kv_load_seconds", "Loads from outside", _FIRST_TOKEN_S, prefix="sumibi"
+        )
+        self._loaded_tokens = self._counter("kv_load_tokens", "Tokens they brought", prefix="sumibi")
+        self._lost_tokens = self._counter(
+            "kv_load_failed_tokens", "Tokens they should have brought and did not", prefix="sumibi"
+        )
+        self.load_timeouts = self._counter(
+            "kv_load_timeouts", "Loads that took too long to wait for", prefix="sumibi"
+        )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got a token")
         self._cached = self._counter("prompt_tokens_cached", "Those of them that came from the cache")
         self._generated = self._counter("generation_tokens", "Output tokens")
@@ -99,6 +136,13 @@ class EngineMetrics:
     def step(self, tokens: int) -> None:
         """A step has computed `tokens` tokens, prefill and decode together."""
         self._steps.observe(tokens)
+
+    def loaded(self, load: Load, tokens: int, now_s: float) -> None:
+        """`load` has ended; it brought `tokens` tokens to the sequence that waited for it."""
+        self._load_s.observe(now_s - load.begun_s)
+        self._loaded_tokens.inc(tokens)
+        if not load.abandoned:
+            self._lost_tokens.inc(load.tokens - tokens)
 
     def token(self, sequence: Sequence, now_s: float) -> None:
         """`sequence` got a token; its times are updated."""
@@ -128,8 +172,17 @@ class EngineMetrics:
         cached = sequence.cached_tokens or 0
         self._prompt.inc(sequence.prompt_tokens)
         self._cached.inc(cached)
+        device = sequence.cached_by_source.get("device", 0)
         self._queries.inc(sequence.prompt_tokens)
-        self._hits.inc(cached)
+        self._hits.inc(device)
+        if self._has_source:
+            self._external_queries.inc(sequence.prompt_tokens - device)
+            self._external_hits.inc(cached - device)
+        self._by_source("local_compute", sequence.prompt_tokens - cached)
+        self._by_source("local_cache_hit", device)
+        self._by_source("external_kv_transfer", cached - device)
+        for source, tokens in sequence.cached_by_source.items():
+            self._cached_by_source(_VLLM_SOURCES.get(source, source), tokens)
 
     def _gauge(self, name: str, text: str, value: Callable[[], float], *, prefix: str = "vllm") -> None:
         gauge = Gauge(f"{prefix}:{name}", text, [*self._labels], registry=self._registry)
@@ -139,11 +192,21 @@ class EngineMetrics:
         labels = {**self._labels, **labels}
         Gauge(f"vllm:{name}", text, [*labels], registry=self._registry).labels(**labels).set(1)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, [*self._labels], registry=self._registry).labels(**self._labels)
+    def _counter(self, name: str, text: str, *, prefix: str = "vllm") -> Counter:
+        counter = Counter(f"{prefix}:{name}", text, [*self._labels], registry=self._registry)
+        return counter.labels(**self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", text, [*self._labels], buckets=buckets, registry=self._registry)
+    def _labelled(self, name: str, text: str, label: str) -> Callable[[str, int], None]:
+        """A counter with one more label: call it with the label's value and what to add."""
+        counter = Counter(f"vllm:{name}", text, [*self._labels, label], registry=self._registry)
+        return lambda value, count: counter.labels(**self._labels, **{label: value}).inc(count)
+
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *, prefix: str = "vllm"
+    ) -> Histogram:
+        histogram = Histogram(
+            f"{prefix}:{name}", text, [*self._labels], buckets=buckets, registry=self._registry
+        )
         return histogram.labels(**self._labels)
 
 

@@ -13,10 +13,12 @@ In the last layer only rows whose logits are wanted are computed after their key
 import ctypes
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,9 @@ from sumibi.engine.rope import RotaryTable, Rotation
 
 BITS = math.log2(math.e)
 """A nat in bits: attention's scores are in bits."""
+
+KV_LAYOUT = "layer,kv,head,token,dim"
+"""Order of the numbers in a block that is read or written as a whole, outermost first."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -85,6 +90,11 @@ class Model:
         self._embedding, self._head = loader.embedding(), loader.head()
         shape = (2 * config.kv_heads, num_blocks + 1, block_tokens * config.head_dim)
         caches = _zeros((config.layers, *shape), self.dtype, self.device)
+        self._caches = caches.view(torch.uint8)
+        """[layers, 2 * kv_heads, blocks, bytes]: all layers' caches, the same memory."""
+        # numpy copies these strides twice as fast as torch does, on the one thread that calls it.
+        self._memory = self._caches.numpy() if self.device.type == "cpu" else None
+        self.block_bytes = block_tokens * self.kv_bytes_per_token
         self._layers = [loader.layer(index, cache) for index, cache in enumerate(caches)]
 
     @classmethod
@@ -172,6 +182,36 @@ class Model:
             sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
             for layer in self._layers:
                 layer.cache.index_copy_(1, targets, layer.cache.index_select(1, sources))
+
+    def read_blocks(self, blocks: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """Copy the KV of physical blocks out: all layers of a block into one buffer of `block_bytes`.
+
+        From any thread, also while a step runs, for blocks that no step writes to meanwhile. The order of
+        the numbers is `KV_LAYOUT`. The interpreter is free while bytes are copied.
+        """
+        for block, buffer in zip(blocks, buffers, strict=True):
+            if self._memory is not None:
+                np.copyto(self._shaped(buffer), self._memory[:, :, block])
+            else:
+                torch.from_numpy(self._shaped(buffer)).copy_(self._caches[:, :, block])
+
+    def write_blocks(self, blocks: Sequence[int], buffers: Sequence[memoryview]) -> None:
+        """The other way round: fill physical blocks that no step reads or writes meanwhile.
+
+        When it returns, every later step sees what was written.
+        """
+        for block, buffer in zip(blocks, buffers, strict=True):
+            if self._memory is not None:
+                np.copyto(self._memory[:, :, block], self._shaped(buffer))
+            else:
+                self._caches[:, :, block].copy_(torch.from_numpy(self._shaped(buffer).copy()))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _shaped(self, buffer: memoryview) -> "np.ndarray[Any, Any]":
+        """One block's buffer as bytes [layers, 2 * kv_heads, bytes]."""
+        layers, heads, _, size = self._caches.shape
+        return np.frombuffer(buffer, np.uint8, layers * heads * size).reshape(layers, heads, size)
 
     def _store(self, layer: _Layer, x: Tensor, rotation: Rotation, slots: Tensor) -> Tensor:
         """Heads [rows, query + key + value heads, head_dim] of `x`, rotated; keys and values are cached."""

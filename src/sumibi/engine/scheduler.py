@@ -18,6 +18,11 @@ sequence that arrived last gives its blocks back and waits again with all its to
 is taken up again, the rest recomputed. The oldest running sequence is never the victim while there is
 another, and one alone always fits (`max_tokens` is at most the pool), so there is always progress. A
 sequence that would be next but does not fit keeps those behind it from taking its blocks.
+
+Loads. What a `KVSource` has of a prompt is loaded instead of computed (see `loading`): the admitted sequence
+is *loading*, with all its blocks and in no step, until the loop says `loaded`. Loads end by themselves, so a
+lone sequence that finds no block for its next token, because loads hold them, waits for one instead of
+making way.
 """
 
 from bisect import insort
@@ -26,6 +31,7 @@ from operator import attrgetter
 
 from sumibi.engine.batch import SequenceStep, StepBatch
 from sumibi.engine.blocks import BlockPool, FullBlock
+from sumibi.engine.loading import KVSink, KVSource, Load
 from sumibi.engine.sequence import FinishReason, Sequence
 
 AGEING = 0.25
@@ -85,7 +91,16 @@ class Outcome:
 class Scheduler:
     """Owns the sequences that wait and run, and decides about the blocks of `pool`."""
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_sequences: int,
+        step_tokens: int,
+        max_tokens: int,
+        source: KVSource | None = None,
+        sink: KVSink | None = None,
+    ) -> None:
         """`step_tokens` is the budget of a step, `max_tokens` the longest sequence, prompt and output.
 
         Raises ValueError if a full set of decodes would not fit into a step, or a sequence into the pool.
@@ -98,31 +113,101 @@ class Scheduler:
         self.max_sequences = max_sequences
         self.step_tokens = step_tokens
         self.max_tokens = max_tokens
+        self.source = source
+        self.sink = sink
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """In order of arrival."""
+        self.loads: list[Load] = []
+        """Those under way, the abandoned ones among them."""
         self.preemptions = 0
+        self._begun: list[Load] = []
+        self._pins: list[list[int]] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would return a step."""
+        """Whether there are sequences that want steps. They may all have to wait for a load or a pin to end:
+        then `schedule` returns None.
+        """
         return bool(self.running or self.waiting)
+
+    @property
+    def loading(self) -> int:
+        """Sequences that wait for their load."""
+        return sum(not load.abandoned for load in self.loads)
 
     def add(self, sequence: Sequence) -> None:
         """Take a new sequence in; its siblings come with it, once its prompt is computed."""
         sequence.extend_content_ids(sequence.prompt_tokens // self.pool.block_tokens, self.pool.block_tokens)
+        self._offer(sequence, self.pool.match_length(self._reusable(sequence)))
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence from outside; its blocks are free at once. No effect on one that has ended."""
+        """End a sequence from outside; its blocks are free at once, or when nobody writes to them any more.
+        No effect on one that has ended.
+        """
         if sequence.finish is not None:
             return
         sequence.finish = FinishReason.ABORT
+        self._tell_end(sequence)
         if sequence.table:
             self.running.remove(sequence)
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        else:
+            for load in self.loads:
+                load.abandoned |= load.sequence is sequence
+
+    def drain_loads(self) -> list[Load]:
+        """Loads that `schedule` has decided on since the last call; the caller has the source begin them."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def loaded(self, load: Load, sources: list[str]) -> int:
+        """Nothing writes to the load's blocks any more, and as many of them as `sources` names are good.
+
+        Returns the tokens that its sequence need not compute, 0 if it was given up. No effect if it was
+        told before.
+        """
+        if load not in self.loads:
+            return 0
+        self.loads.remove(load)
+        size = self.pool.block_tokens
+        sequence, begin = load.sequence, load.first_block * size
+        end = min(begin + load.tokens, begin + len(sources) * size)
+        for index in range(load.first_block, end // size):
+            load.table[index] = self.pool.fill(load.table[index], self._full_block(sequence, index))
+        if load.abandoned:
+            self.pool.give_back(load.table)
+            return 0
+        sequence.table, sequence.computed, sequence.filled = load.table, end, end // size
+        insort(self.running, sequence, key=_arrival)
+        if load.counts:
+            assert sequence.cached_tokens is not None
+            sequence.cached_tokens += end - begin
+            for at, name in enumerate(sources[: -(-(end - begin) // size)]):
+                tokens = min(size, end - begin - at * size)
+                sequence.cached_by_source[name] = sequence.cached_by_source.get(name, 0) + tokens
+        return end - begin
+
+    def give_up(self, load: Load) -> None:
+        """The load takes too long: its sequence waits again, and will be computed."""
+        load.abandoned = True
+        load.sequence.may_load = False
+        load.sequence.offered_tokens = 0
+        self.waiting.append(load.sequence)
+
+    def pin(self, blocks: list[int]) -> list[int]:
+        """Hold `blocks`, all of them held by somebody now, until `unpin` gets what this returns."""
+        pinned = self.pool.take(blocks, 0)
+        self._pins.append(pinned)
+        return pinned
+
+    def unpin(self, pinned: list[int]) -> None:
+        """Give back what `pin` held."""
+        self._pins = [other for other in self._pins if other is not pinned]
+        self.pool.give_back(pinned)
 
     def schedule(self) -> Step | None:
         """The next step, None if there is nothing to do."""
@@ -152,6 +237,7 @@ class Scheduler:
                 outcome.copies += self._fork(sequence)
                 outcome.finished += [each for each in family if each.finish is not None]
         for sequence in outcome.finished:
+            self._tell_end(sequence)
             if sequence.table:
                 self.running.remove(sequence)
                 self._release(sequence)
@@ -159,9 +245,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sequences, blocks and positions agree."""
-        self.pool.check_integrity([sequence.table for sequence in self.running])
+        tables = [sequence.table for sequence in self.running]
+        self.pool.check_integrity([*tables, *(load.table for load in self.loads), *self._pins])
         assert self.running == sorted(self.running, key=_arrival), "running in order of arrival"
-        assert len(self.running) <= self.max_sequences, "not more running than allowed"
+        assert len(self.running) + self.loading <= self.max_sequences, "not more running than allowed"
         for sequence in self.running:
             room = len(sequence.table) * self.pool.block_tokens
             assert sequence.computed < len(sequence.tokens), "something is left to compute"
@@ -170,23 +257,37 @@ class Scheduler:
         for sequence in self.waiting:
             assert not sequence.table, "who waits holds nothing"
             assert sequence.computed == 0, "who waits has nothing computed"
+        known = self.pool.known_blocks()
+        for load in self.loads:
+            assert not known.intersection(load.blocks), "what is written to is not known"
+            if not load.abandoned:
+                assert load.sequence not in self.running, "who loads does not run"
+                assert load.sequence not in self.waiting, "who loads does not wait"
 
     def _prefills(self, budget: int) -> list[Part]:
         parts: list[Part] = []
-        soon: set[bytes] = set()  # contents that this very step computes
+        # Contents that this very step computes, or a load brings.
+        soon = {content for load in self.loads if not load.abandoned for content in load.content_ids}
         admitting = True
         candidates = [sequence for sequence in self.running if sequence.remaining > 1]
-        if len(self.running) < self.max_sequences:  # else nobody can be admitted, however many wait
+        if (
+            len(self.running) + self.loading < self.max_sequences
+        ):  # else nobody can be admitted, however many wait
             candidates += self.waiting
         for sequence in sorted(candidates, key=self._urgency):
-            if budget == 0:
-                break
+            if budget == 0 and (sequence.table or not sequence.offered_tokens):
+                continue  # a load needs no budget: it may begin
             if not sequence.table:
                 if not admitting or self._is_computed_by_another(sequence, soon):
                     continue
                 if not self._admit(sequence):
                     admitting = False
                     continue
+                if not sequence.table:  # it is loading
+                    soon.update(self._begun[-1].content_ids)
+                    continue
+            if budget == 0:
+                continue
             count = min(sequence.remaining, budget)
             budget -= count
             parts.append(Part(sequence, sequence.computed, count))
@@ -198,6 +299,7 @@ class Scheduler:
         cached = sequence.computed
         if not sequence.table:
             cached = self.pool.match_length(self._reusable(sequence)) * self.pool.block_tokens
+            cached = max(cached, sequence.offered_tokens)
         return len(sequence.tokens) - cached - AGEING * sequence.overtaken_tokens, sequence.number
 
     def _age(self, step: Step) -> None:
@@ -224,29 +326,53 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence the blocks of all its tokens, if there are enough and a place is free.
 
+        It runs then, or is loading if the source has more of it than the device.
         One block for each running sequence is left over, so that an admission does not at once lead to a
         preemption.
         """
-        if len(self.running) >= self.max_sequences:
+        others = len(self.running) + self.loading
+        if others >= self.max_sequences:
             return False
         hit = self.pool.match(self._reusable(sequence))
         fresh = self.pool.blocks_for(len(sequence.tokens)) - len(hit)
-        if not self.pool.can_take(hit, fresh + len(self.running)):
+        if not self.pool.can_take(hit, fresh + others):
             return False
-        sequence.table = self.pool.take(hit, fresh)
-        sequence.filled = len(hit)
-        sequence.computed = len(hit) * self.pool.block_tokens
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
+        table = self.pool.take(hit, fresh)
+        cached = len(hit) * self.pool.block_tokens
+        first_time = sequence.cached_tokens is None
+        if first_time:
+            sequence.cached_tokens = cached
+            sequence.cached_by_source = {"device": cached} if cached else {}
         self.waiting.remove(sequence)
+        if offered := self._offer(sequence, len(hit)):
+            load = Load(sequence, table, len(hit), offered, self.pool.block_tokens, counts=first_time)
+            self.loads.append(load)
+            self._begun.append(load)
+            return True
+        sequence.table, sequence.filled, sequence.computed = table, len(hit), cached
         insort(self.running, sequence, key=_arrival)
         return True
 
+    def _offer(self, sequence: Sequence, first_block: int) -> int:
+        """Tokens from block `first_block` on that the source has; at least one is left to compute."""
+        known = first_block * self.pool.block_tokens
+        sequence.offered_tokens = 0
+        if self.source is None or not sequence.may_load or sequence.wants_prompt_logprobs:
+            return 0
+        most = len(sequence.tokens) - 1 - known
+        offered = min(self.source.offer(sequence, first_block), most) if most > 0 else 0
+        if offered <= 0:
+            return 0
+        sequence.offered_tokens = known + offered
+        return offered
+
     def _has_room_to_decode(self, sequence: Sequence) -> bool:
-        """Make sure that the next token has a block; False if the sequence itself had to make way."""
+        """Make sure that the next token has a block; False if the sequence has to wait or to make way."""
         if sequence.computed < len(sequence.table) * self.pool.block_tokens:
             return True
         while not self.pool.can_take([], 1):
+            if self.loads and self.running == [sequence]:
+                return False
             victim = self.running.pop()
             self._preempt(victim)
             if victim is sequence:
@@ -270,15 +396,24 @@ class Scheduler:
         if full == sequence.filled:
             return
         sequence.extend_content_ids(full, size)
-        for index in range(sequence.filled, full):
-            block = FullBlock(
-                content_id=sequence.content_ids[index],
-                parent=sequence.content_ids[index - 1] if index else None,
-                token_ids=sequence.tokens[index * size : (index + 1) * size],
-                salt=sequence.salt,
-            )
-            sequence.table[index] = self.pool.fill(sequence.table[index], block)
-        sequence.filled = full
+        first, sequence.filled = sequence.filled, full
+        for index in range(first, full):
+            sequence.table[index] = self.pool.fill(sequence.table[index], self._full_block(sequence, index))
+        if self.sink is not None:
+            self.sink.filled(sequence, first)
+
+    def _full_block(self, sequence: Sequence, index: int) -> FullBlock:
+        size = self.pool.block_tokens
+        return FullBlock(
+            content_id=sequence.content_ids[index],
+            parent=sequence.content_ids[index - 1] if index else None,
+            token_ids=sequence.tokens[index * size : (index + 1) * size],
+            salt=sequence.salt,
+        )
+
+    def _tell_end(self, sequence: Sequence) -> None:
+        if self.sink is not None:
+            self.sink.ended(sequence)
 
     def _fork(self, parent: Sequence) -> list[tuple[int, int]]:
         """Start the siblings on the prompt's blocks; those without a place or a block wait their turn."""
@@ -289,9 +424,11 @@ class Scheduler:
         for sibling in siblings:
             sibling.content_ids = parent.content_ids[: parent.filled]
             sibling.cached_tokens = parent.cached_tokens
+            sibling.cached_by_source = parent.cached_by_source
             if sibling.finish is not None:
                 continue
-            if len(self.running) >= self.max_sequences or not self.pool.can_take(shared, partial):
+            full_house = len(self.running) + self.loading >= self.max_sequences
+            if full_house or not self.pool.can_take(shared, partial):
                 self.waiting.append(sibling)
                 continue
             sibling.table = self.pool.take(shared, partial)

@@ -108,7 +108,13 @@ class Sequence:
     overtaken_tokens: int = 0
     """Tokens prefilled for sequences that arrived later, while this one's prefill was not over."""
     cached_tokens: int | None = None
-    """Prompt tokens found in the cache when it was first admitted; None before."""
+    """Prompt tokens that need not be computed, found when it was first admitted; None before."""
+    cached_by_source: dict[str, int] = field(default_factory=dict)
+    """The same by where they were found: "device", or what a load said."""
+    offered_tokens: int = 0
+    """Leading tokens that were on the device or on offer from outside when it was last looked."""
+    may_load: bool = True
+    """False once a load took too long: then what is missing is computed."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Of prompt tokens 1, 2, ... as far as they are computed, if wanted."""
     finish: FinishReason | None = None
