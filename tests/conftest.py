@@ -20,6 +20,18 @@ def _model_is_installed() -> bool:
         return False
 
 
+REAL_VLLM = Path(__file__).parent / "vllm"
+"""Tests that start real vLLM servers: minutes, and an environment of their own."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of real vLLM unless they are asked for by their path (`make test-vllm`)."""
+    if collection_path != REAL_VLLM:
+        return None
+    named = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
+    return None if any(path.is_relative_to(REAL_VLLM) for path in named) else True
+
+
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 """Recorded traces beside the repository: `weka/sessions.jsonl.xz`, `mooncake/synthetic_trace.jsonl.xz`."""
 

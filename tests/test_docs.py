@@ -27,7 +27,13 @@ ROOT_COMMAND = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-VLLM_FLAGS = {"--chat-template", "--enable-prompt-tokens-details", "--kv-events-config"}
+VLLM_FLAGS = {
+    "--block-size",
+    "--chat-template",
+    "--enable-prompt-tokens-details",
+    "--kv-events-config",
+    "--kv-transfer-config",
+}
 """What pages name by itself and mean to be given to vLLM."""
 
 
