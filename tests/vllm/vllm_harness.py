@@ -372,10 +372,10 @@ def timeouts() -> Timeouts:
 
 
 _VOCABULARY = """
-cache block engine token prompt answer question tool result file line error test build route queue memory disk
-network server client request reply session agent model layer weight batch step start end left right open close
-read write find move copy list table index name value time second minute hour red green blue black white north
-south east west river stone wood fire water
+cache block engine token prompt answer question tool result file line error test build route queue
+memory disk network server client request reply session agent model layer weight batch step start
+end left right open close read write find move copy list table index name value time second minute
+hour red green blue black white north south east west river stone wood fire water
 """
 _WORDS = tuple(_VOCABULARY.split())
 
