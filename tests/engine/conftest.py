@@ -76,6 +76,9 @@ class Elsewhere:
         for index, content_id in enumerate(content_ids):
             self.blocks[content_id] = tokens[index * size : (index + 1) * size]
 
+    def look(self, sequence):
+        """Nobody to ask."""
+
     def offer(self, sequence, first_block):
         """Whole blocks only."""
         count = 0

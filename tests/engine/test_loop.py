@@ -13,7 +13,6 @@ from sumibi.engine.app import Door
 from sumibi.engine.blocks import BlockPool
 from sumibi.engine.loop import Engine, Job
 from sumibi.engine.metrics import EngineMetrics
-from sumibi.engine.options import KVEventsConfig
 from sumibi.engine.publisher import NullPublisher
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, SamplingParams
@@ -133,7 +132,7 @@ def test_health_is_bad_before_the_start_and_after_a_step_has_failed():
     async def scenario():
         model = GatedModel()
         engine, _, _ = engine_on(model)
-        door = Door(engine, reader=None, metrics=None, kv_events=KVEventsConfig(), dev_mode=True)
+        door = Door(engine, reader=None, metrics=None, sources=None, dev_mode=True)
         transport = httpx.ASGITransport(door.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
             assert (await http.get("/health")).status_code == 503

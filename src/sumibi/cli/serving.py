@@ -172,6 +172,13 @@ def engine(
     kv_events_config: Annotated[
         str, typer.Option(help="Where to publish KV events: JSON, with vLLM's fields.", metavar="JSON")
     ] = "{}",
+    kv_tiers: Annotated[
+        str,
+        typer.Option(
+            help="Keep KV below the device: JSON with host_bytes, disk {path, bytes}, store {url, bytes}.",
+            metavar="JSON",
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
     enable_dev_mode: Annotated[
         bool, typer.Option("--enable-dev-mode", help="Routes for operators: /reset_prefix_cache.")
@@ -187,7 +194,12 @@ def engine(
       sumibi engine --model tiny --port 8001
       sumibi engine --model smollm2-135m-instruct --kv-blocks 1024 --threads 4
     """  # noqa: D301 (\b keeps the lines of the example as they are)
-    from sumibi.engine.options import EngineOptions, dev_mode_from_environment, parse_kv_events
+    from sumibi.engine.options import (
+        EngineOptions,
+        dev_mode_from_environment,
+        parse_kv_events,
+        parse_kv_tiers,
+    )
 
     options = EngineOptions(
         model=model,
@@ -203,6 +215,7 @@ def engine(
         block_size=block_size,
         num_gpu_blocks_override=kv_blocks,
         kv_events=parse_kv_events(kv_events_config),
+        kv_tiers=parse_kv_tiers(kv_tiers),
         seed=seed,
         enable_dev_mode=enable_dev_mode or dev_mode_from_environment(),
         shutdown_grace_s=shutdown_grace,

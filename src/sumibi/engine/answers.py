@@ -90,7 +90,10 @@ class _Common:
     def usage(self) -> Usage:
         """Usage so far."""
         prompt, output = self.choices.prompt_tokens(), self.choices.output_tokens
-        return Usage(prompt, prompt + output, output, PromptTokensDetails(self.choices.cached_tokens()))
+        by_source = self.choices.cached_by_source()
+        tiers = by_source if by_source.keys() - {"device"} else UNSET
+        details = PromptTokensDetails(self.choices.cached_tokens(), tiers)
+        return Usage(prompt, prompt + output, output, details)
 
     def chunk_usage(self) -> Usage | UnsetType:
         """For each event, if the client wants it there."""

@@ -25,11 +25,12 @@ from sumibi.core.errors import BadRequest, SumibiError
 from sumibi.core.ids import new_id
 from sumibi.engine.answers import STREAM_END, Writer, error_body, writer_for
 from sumibi.engine.choices import Choices, Piece
+from sumibi.engine.kvtiers import TierLink
 from sumibi.engine.loop import Engine
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.options import KVEventsConfig
 from sumibi.engine.requests import Request, RequestReader
-from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, Tokenized
+from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, TierInfo, Tokenized
 from sumibi.prompts.dialects import decode_body, parse_request
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -42,14 +43,24 @@ _COMPLETION = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSources:
+    """What `/kv_event_sources` tells."""
+
+    kv_events: KVEventsConfig
+    tiers: list[TierInfo]
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class Door:
     """What the routes answer from."""
 
     engine: Engine
     reader: RequestReader
     metrics: EngineMetrics
-    kv_events: KVEventsConfig
+    sources: EngineSources
     dev_mode: bool
+    tiers: TierLink | None = None
 
     def app(self) -> Starlette:
         """The ASGI application. The engine starts and stops with it."""
@@ -142,11 +153,22 @@ class Door:
 
     async def kv_event_sources(self, http: HttpRequest) -> Response:
         """`GET /kv_event_sources`: where each data-parallel rank publishes (there is one)."""
-        return _json({"0": self.kv_events})
+        page = msgspec.to_builtins(self.sources.kv_events)
+        page["kv_bytes_per_token"] = self.sources.kv_bytes_per_token
+        page["kv_tiers"] = self.sources.tiers
+        return _json({"0": page})
 
     async def reset_prefix_cache(self, http: HttpRequest) -> Response:
-        """`POST /reset_prefix_cache`, in development mode only: false while any block is held."""
-        return _json({"success": await self.engine.clear_prefix_cache()})
+        """`POST /reset_prefix_cache`, in development mode only: false while any block is held.
+
+        `?reset_external=true` (vLLM's) clears the KV tiers too, in the shared store as well.
+        """
+        if self.tiers is not None:
+            await asyncio.to_thread(self.tiers.settle)
+        done = await self.engine.clear_prefix_cache()
+        if self.tiers is not None and http.query_params.get("reset_external", "").lower() in ("1", "true"):
+            await asyncio.to_thread(self.tiers.clear)
+        return _json({"success": done})
 
     def _tokenize(self, body: bytes) -> list[list[int]]:
         fields = decode_body(_tokenize, body)
@@ -162,6 +184,8 @@ class Door:
         self.engine.start()
         yield
         await self.engine.stop()
+        if self.tiers is not None:
+            await asyncio.to_thread(self.tiers.close)
 
 
 class _Answer(Response):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -15,20 +16,23 @@ import torch
 
 from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.engine import tiny
-from sumibi.engine.app import Door
+from sumibi.engine.app import Door, EngineSources
 from sumibi.engine.batch import SequenceStep, StepBatch
 from sumibi.engine.blocks import BlockPool
 from sumibi.engine.checkpoint import ModelConfig, read_config
 from sumibi.engine.fetch import ensure_model
+from sumibi.engine.kvtiers import TierLink
 from sumibi.engine.loop import Engine
 from sumibi.engine.metrics import EngineMetrics
-from sumibi.engine.model import DTYPES, Model
+from sumibi.engine.model import DTYPES, KV_LAYOUT, Model
 from sumibi.engine.options import TINY, EngineOptions, KVEventsConfig
 from sumibi.engine.publisher import NullPublisher, ZmqPublisher
 from sumibi.engine.requests import RequestReader, ServedModel
 from sumibi.engine.scheduler import Scheduler
+from sumibi.engine.wire import TierInfo
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
+from sumibi.tiers import BlockTiers
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ _CPU_STEP_TOKENS = 256
 """Step budget on a CPU: a quarter of a second a core for the default model. Larger steps are no faster
 there, and hold up decodes for longer."""
 _CUDA_STEP_TOKENS = 2048
+_DIGEST_BYTES = 1 << 20
 _WEIGHT_VERSION = "default"
 """vLLM's name for the weights that an engine starts with."""
 
@@ -78,31 +83,42 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
         eos_token_ids=frozenset(config.eos_token_ids),
     )
     reader = RequestReader(served, tokenizer, template, seed=options.seed)
-    scheduler = Scheduler(
-        BlockPool(sizes.num_blocks, options.block_size),
-        max_sequences=options.max_num_seqs,
-        step_tokens=sizes.step_tokens,
-        max_tokens=sizes.max_tokens,
-    )
+    pool = BlockPool(sizes.num_blocks, options.block_size)
     publisher, sources = _publisher(options)
     try:
         model = _load(options, directory, config, sizes)
+        link = _tiers(options, sizes, directory, model, pool)
     except BaseException:
         if publisher is not None:
             publisher.stop()
         raise
-    metrics = EngineMetrics(
-        options.name, scheduler, dropped_batches=lambda: publisher.dropped if publisher else 0
+    scheduler = Scheduler(
+        pool,
+        max_sequences=options.max_num_seqs,
+        step_tokens=sizes.step_tokens,
+        max_tokens=sizes.max_tokens,
+        source=link,
+        sink=link,
     )
+    metrics = EngineMetrics(
+        options.name,
+        scheduler,
+        dropped_batches=lambda: publisher.dropped if publisher else 0,
+        tiers=link,
+    )
+    events = publisher or NullPublisher()
     engine = Engine(
         model,
         scheduler,
         metrics=metrics,
-        events=publisher or NullPublisher(),
+        events=events,
         namespace=_namespace(options, sizes),
         on_failure=on_failure,
     )
-    return Door(engine, reader, metrics, sources, options.enable_dev_mode), publisher
+    if link is not None:
+        link.start(scheduler, events, engine.post)
+    told = EngineSources(sources, _tier_infos(options, model), model.kv_bytes_per_token)
+    return Door(engine, reader, metrics, told, options.enable_dev_mode, link), publisher
 
 
 def resolve(options: EngineOptions, config: ModelConfig, *, weight_bytes: int = 0) -> Sizes:
@@ -224,6 +240,55 @@ def _namespace(options: EngineOptions, sizes: Sizes) -> str:
     """Everything beside tokens and salt that makes KV differ (see `core.content`)."""
     parts = [f"model={options.name}", f"weights={_WEIGHT_VERSION}", f"dtype={sizes.dtype}"]
     return ";".join([*parts, f"block={options.block_size}"])
+
+
+def _tiers(
+    options: EngineOptions, sizes: Sizes, directory: Path, model: Model, pool: BlockPool
+) -> TierLink | None:
+    """The link to the tiers, if there are any.
+
+    Their namespace goes by what the weights are, not by the name that they are served under: files outlive
+    the process.
+    """
+    if options.kv_tiers is None:
+        return None
+    parts = [f"weights={_weights_digest(options, directory)}", f"version={_WEIGHT_VERSION}", "adapter="]
+    parts += [f"dtype={sizes.dtype}", f"layout={KV_LAYOUT}", f"block={options.block_size}"]
+    tiers = BlockTiers(
+        options.kv_tiers, block_bytes=model.block_bytes, namespace="sumibi-engine;" + ";".join(parts)
+    )
+    return TierLink(tiers, model, pool, asks_store=options.kv_tiers.store is not None)
+
+
+def _weights_digest(options: EngineOptions, directory: Path) -> str:
+    """Tells two checkpoints apart by their configuration, and size and both ends of each weight file."""
+    digest = blake2b((directory / "config.json").read_bytes(), digest_size=16)
+    if options.model == TINY:
+        digest.update(f"seed={options.seed}".encode())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_DIGEST_BYTES))
+            file.seek(max(0, size - _DIGEST_BYTES))
+            digest.update(file.read(_DIGEST_BYTES))
+    return digest.hexdigest()
+
+
+def _tier_infos(options: EngineOptions, model: Model) -> list[TierInfo]:
+    """What the engine says of its tiers, in the words of its KV events."""
+    config = options.kv_tiers
+    if config is None:
+        return []
+    infos = []
+    if config.host_bytes:
+        infos.append(TierInfo(name="cpu", tokens=config.host_bytes // model.kv_bytes_per_token))
+    if config.disk:
+        infos.append(TierInfo(name="storage", tokens=config.disk.bytes // model.kv_bytes_per_token))
+    elif config.store:
+        tokens = config.store.bytes // model.kv_bytes_per_token
+        infos.append(TierInfo(name="storage", shared=True, tokens=tokens))
+    return infos
 
 
 def _publisher(options: EngineOptions) -> tuple[ZmqPublisher | None, KVEventsConfig]:

@@ -27,7 +27,7 @@ from sumibi.core.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, KV
 MEDIUM = "GPU"
 """What vLLM calls the device pool, also on a CPU."""
 
-_KIND = "full_attention"
+FULL_ATTENTION = "full_attention"
 
 
 def wire_hash(content_id: bytes) -> int:
@@ -221,6 +221,6 @@ class BlockPool:
                 medium=MEDIUM,
                 extra_keys=[[full.salt] if full.salt and parent is None else None],
                 group_idx=0,
-                kv_cache_spec_kind=_KIND,
+                kv_cache_spec_kind=FULL_ATTENTION,
             )
         )

@@ -4,6 +4,7 @@ Between the engine (tokens) and the wire (JSON): text, stop strings, counts. A s
 here, and the engine is told to stop it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from sumibi.engine.loop import Generation, PromptReport, Token
@@ -73,6 +74,13 @@ class Choices:
     def cached_tokens(self) -> int:
         """Prompt tokens that came from the cache, as far as the prompts have begun."""
         return sum(self.report(prompt).cached_tokens for prompt in range(len(self.request.jobs)))
+
+    def cached_by_source(self) -> dict[str, int]:
+        """The same by where they were: "device", "host", ..."""
+        total: Counter[str] = Counter()
+        for prompt in range(len(self.request.jobs)):
+            total.update(self.report(prompt).cached_by_source)
+        return dict(total)
 
     def _absorb(self, token: Token, piece: Piece) -> None:
         text = self._texts[token.choice]

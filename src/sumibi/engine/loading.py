@@ -67,6 +67,12 @@ class KVSource(Protocol):
         """Longest that a sequence waits for a load."""
         ...
 
+    def look(self, sequence: Sequence) -> None:
+        """Find out what `offer` will say of a new sequence. Called once, before it is queued, on a thread
+        that may wait (for seconds at most: the request waits too).
+        """
+        ...
+
     def offer(self, sequence: Sequence, first_block: int) -> int:
         """Tokens from block `first_block` of `sequence` on whose KV can be had now: whole blocks, unless
         they are all tokens but the last. Step thread: memory look-ups only, no side effects.

@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections import abc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -26,7 +27,7 @@ import torch
 from sumibi.core.content import content_root
 from sumibi.core.errors import EngineUnavailable
 from sumibi.engine.batch import StepBatch
-from sumibi.engine.loading import Load
+from sumibi.engine.loading import KVSource, Load
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.publisher import EventSink
 from sumibi.engine.sampler import Sampled, logprobs_of, sample
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 MAX_GENERATIONS = 2048
 """Requests in the engine at once, running or waiting; more are refused with 503."""
+
+_LOOKERS = 4
+"""Threads that ask a source what it has of new requests."""
 
 _STOP_S = 60.0
 """Longest wait for the step thread to end: the longest step, with a margin."""
@@ -181,6 +185,7 @@ class Engine:
         self._clearings: set[asyncio.Future[bool]] = set()  # the event loop's
         self._ended: str | None = None  # why no more requests are taken
         self._failed = False
+        self._lookers = ThreadPoolExecutor(_LOOKERS, "kv-look")  # its threads begin with the first use
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -203,6 +208,7 @@ class Engine:
         """End the step thread after its current step. Open generations get an error."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, _STOP_S)
+        await asyncio.to_thread(self._lookers.shutdown, wait=True, cancel_futures=True)
         self._end("the engine was stopped")
 
     def submit(self, jobs: list[Job]) -> Generation:
@@ -222,7 +228,11 @@ class Engine:
             first += job.n
         generation = Generation(self, prompts)
         self._open.add(generation)
-        self._commands.put(partial(self._add, generation, prompts))
+        self._commands.put(partial(self._own, generation, prompts))
+        if self._scheduler.source is None:
+            self._commands.put(partial(self._add, prompts))
+        else:
+            self._lookers.submit(self._look, self._scheduler.source, prompts)
         return generation
 
     def post(self, call: abc.Callable[[], None]) -> None:
@@ -277,6 +287,16 @@ class Engine:
         family[0].extend_content_ids(len(job.token_ids) // block_tokens, block_tokens)
         family[0].siblings = family[1:]
         return family
+
+    # ---- a thread that may wait ----
+
+    def _look(self, source: KVSource, prompts: list[list[Sequence]]) -> None:
+        try:
+            for family in prompts:
+                source.look(family[0])
+        except Exception:
+            log.exception("what lies outside could not be asked for: it may be computed")
+        self._commands.put(partial(self._add, prompts))
 
     # ---- the step thread ----
 
@@ -404,10 +424,14 @@ class Engine:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_push_all, tokens)
 
-    def _add(self, generation: Generation, prompts: list[list[Sequence]]) -> None:
+    def _own(self, generation: Generation, prompts: list[list[Sequence]]) -> None:
         for family in prompts:
             self._owners.update(dict.fromkeys(family, generation))
-            self._scheduler.add(family[0])
+
+    def _add(self, prompts: list[list[Sequence]]) -> None:
+        for family in prompts:
+            if family[0].finish is None:  # else it was ended while the source was asked
+                self._scheduler.add(family[0])
 
     def _abort(self, sequences: list[Sequence]) -> None:
         now_s = time.monotonic()

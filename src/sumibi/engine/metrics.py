@@ -8,9 +8,10 @@ labelled `model_name` and `engine` (the data-parallel rank, always 0 here).
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from sumibi.engine.kvtiers import TierLink
 from sumibi.engine.loading import Load
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, Sequence
@@ -47,7 +48,14 @@ _VLLM_SOURCES = {"store": "external_unspecified"}
 class EngineMetrics:
     """The registry of one engine. Observations come from the engine's thread, pages from the server's."""
 
-    def __init__(self, model: str, scheduler: Scheduler, *, dropped_batches: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: str,
+        scheduler: Scheduler,
+        *,
+        dropped_batches: Callable[[], int],
+        tiers: TierLink | None = None,
+    ) -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         ProcessCollector(registry=self._registry)  # process_start_time_seconds, memory, CPU
@@ -84,6 +92,8 @@ class EngineMetrics:
                 self._labels,
             )
         )
+        if tiers is not None:
+            self._registry.register(TierCounts(tiers, self._labels))
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
         self._external_queries = self._counter(
@@ -222,4 +232,50 @@ class _Counts:
         for name, text, value in self._counts:
             family = CounterMetricFamily(name, text, labels=[*self._labels])
             family.add_metric([*self._labels.values()], value())
+            yield family
+
+
+_TIER_GAUGES = ("bytes", "blocks", "limit_bytes", "queue_blocks")
+_TIER_COUNTS = {
+    "hits": "Blocks taken from the tier, checked",
+    "stored": "Blocks stored in it",
+    "evicted": "Blocks that had to leave it",
+    "dropped": "Blocks that it did not take",
+    "corrupt": "Blocks that were not what was written; never served",
+    "late": "Answers that came after their deadline",
+    "errors": "Reads, writes and questions that failed",
+    "read_s": "Time spent reading",
+    "write_s": "Time spent writing",
+}
+
+
+class TierCounts:
+    """What the KV tiers count, one series a tier."""
+
+    def __init__(self, tiers: TierLink, labels: dict[str, str]) -> None:
+        self._tiers = tiers
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for each page."""
+        stats = self._tiers.stats()
+        names = [*self._labels, "tier"]
+        for name in _TIER_GAUGES:
+            gauge = GaugeMetricFamily(f"sumibi:kv_tier_{name}", f"KV tier: {name}", labels=names)
+            for tier, counts in stats.tiers.items():
+                gauge.add_metric([*self._labels.values(), tier.value], getattr(counts, name))
+            yield gauge
+        for name, text in _TIER_COUNTS.items():
+            full = name.replace("_s", "_seconds") if name.endswith("_s") else name
+            family = CounterMetricFamily(f"sumibi:kv_tier_{full}", text, labels=names)
+            for tier, counts in stats.tiers.items():
+                family.add_metric([*self._labels.values(), tier.value], getattr(counts, name))
+            yield family
+        for name, text, value in (
+            ("copy_dropped", "Blocks not copied to the tiers because too many waited", self._tiers.dropped),
+            ("misses", "Blocks that a load found nowhere", stats.misses),
+            ("events_lost", "Events of the tiers that were not published", stats.events_lost),
+        ):
+            family = CounterMetricFamily(f"sumibi:kv_tier_{name}", text, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], value)
             yield family

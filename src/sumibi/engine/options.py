@@ -14,6 +14,7 @@ import msgspec
 
 from sumibi.core.errors import ConfigError
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
+from sumibi.tiers.config import TiersConfig
 
 TINY = "tiny"
 """`--model tiny`: the random-weight test model, made on the spot."""
@@ -47,6 +48,11 @@ def parse_kv_events(text: str) -> KVEventsConfig:
         return msgspec.json.decode(text, type=KVEventsConfig)
     except msgspec.MsgspecError as cause:
         raise ConfigError(f"--kv-events-config: {cause}") from cause
+
+
+def parse_kv_tiers(text: str) -> TiersConfig | None:
+    """Decode the JSON of `--kv-tiers`; None if it is empty. Raises ConfigError."""
+    return TiersConfig.parse(text, where="--kv-tiers") if text else None
 
 
 def dev_mode_from_environment() -> bool:
@@ -83,6 +89,8 @@ class EngineOptions:
     """--num-gpu-blocks-override, --kv-blocks: KV blocks in all; None sizes the pool to the device."""
     kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     """--kv-events-config, decoded by `parse_kv_events`."""
+    kv_tiers: TiersConfig | None = None
+    """--kv-tiers, decoded by `parse_kv_tiers`; None keeps KV on the device only."""
     seed: int = 0
     """--seed: of requests that bring none (and of the tiny model's weights)."""
     enable_dev_mode: bool = False

@@ -12,6 +12,17 @@ class PromptTokensDetails(msgspec.Struct):
     """What the prompt's tokens cost."""
 
     cached_tokens: int
+    cached_tokens_by_tier: dict[str, int] | UnsetType = UNSET
+    """The same by where they were (device, host, disk, store), if any were not on the device."""
+
+
+class TierInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One tier below the device, as `/kv_event_sources` tells it."""
+
+    name: str
+    """The medium of its KV events, in lower case."""
+    shared: bool = False
+    tokens: int | None = None
 
 
 class Usage(msgspec.Struct):

@@ -1,0 +1,322 @@
+"""Between the engine and `sumibi.tiers`: prompts find KV below the device, computed blocks go there.
+
+Up: `offer` looks in memory, `look` (before a request is queued) asks the shared store; a load reads into
+memory of its own, verified there, and only then writes to the engine's blocks: a reader that hangs, or finds
+rubbish, never touches them.
+
+Down: a block that became full is held (`pin`) until a thread has copied it, so decodes never wait for a copy.
+At most `_PINNED_SHARE` of the device is held that way; what comes when so much waits is dropped and counted,
+and stored when it is computed again.
+
+What the tiers say they hold is published as KV events, with tokens and parent. Files found after a restart
+tell no tokens: their blocks are announced when the first prompt that has them comes by.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Empty, Full, Queue
+
+from sumibi.core.kvevents import BlockRemoved, BlockStored, KVEvent
+from sumibi.engine.blocks import FULL_ATTENTION, BlockPool, wire_hash
+from sumibi.engine.loading import Done, Load
+from sumibi.engine.model import Model
+from sumibi.engine.publisher import EventSink
+from sumibi.engine.scheduler import Scheduler
+from sumibi.engine.sequence import Sequence
+from sumibi.tiers import BlockTiers, Tier, TierEvent, TiersStats
+
+log = logging.getLogger(__name__)
+
+_LOADERS = 2
+_BATCH = 16
+"""Blocks read from the tiers at once, before they are written to the device."""
+_PINNED_SHARE = 0.125
+_EVENTS_EVERY_S = 0.25
+_REMEMBERED = 1 << 17
+"""Blocks whose tokens are kept for events; the oldest go first and are then not announced."""
+_SETTLE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Told:
+    """What an event says of a block beside its hash."""
+
+    parent: bytes | None
+    token_ids: list[int]
+    salt: str
+    tiers: set[Tier] = field(default_factory=set)
+    """Where it was announced."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Blocks to be copied down."""
+
+    pinned: list[int]
+    blocks: list[tuple[bytes, bytes | None]]
+
+
+class TierLink:
+    """A `KVSource` and a `KVSink` over one `BlockTiers`. `start` it once the engine is there."""
+
+    timeout_s = 30.0
+
+    def __init__(self, tiers: BlockTiers, model: Model, pool: BlockPool, *, asks_store: bool) -> None:
+        """`asks_store`: whether there is a shared store, which others may have filled."""
+        self._tiers = tiers
+        self._model = model
+        self._pool = pool
+        self._asks_store = asks_store
+        self._copies: Queue[_Copy | None] = Queue(1 << 16)
+        self._pinned_most = max(8, int(_PINNED_SHARE * pool.num_blocks))
+        self._pinned = 0  # the step thread's
+        self.dropped = 0
+        """Blocks not copied down because too many waited."""
+        self._lock = threading.Lock()
+        self._told: OrderedDict[bytes, _Told] = OrderedDict()
+        self._untold: dict[bytes, set[Tier]] = {}
+        self._loaders = ThreadPoolExecutor(_LOADERS, "kv-load")
+        self._local = threading.local()
+        self._writer = threading.Thread(target=self._write, name="kv-copy", daemon=True)
+
+    def start(
+        self, scheduler: Scheduler, events: EventSink, post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Begin. `post` runs a call in the step thread, where pins and events belong."""
+        self._scheduler = scheduler
+        self._events = events
+        self._post = post
+        self._writer.start()
+
+    def close(self) -> None:
+        """Copy what waits, stop. The step thread has ended."""
+        self._copies.put(None)
+        self._writer.join(_SETTLE_S)
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._tiers.close()
+
+    def stats(self) -> TiersStats:
+        """What the tiers count."""
+        return self._tiers.stats()
+
+    # Up
+
+    def look(self, sequence: Sequence) -> None:
+        """See `KVSource`: ask the shared store, and announce what was found without its tokens."""
+        ids = sequence.content_ids
+        found = self._tiers.find(ids) if self._asks_store else self._tiers.match(ids)
+        with self._lock:
+            new = [index for index, _ in enumerate(found) if ids[index] in self._untold]
+            events = [
+                TierEvent(True, ids[index], ids[index - 1] if index else None, tier)
+                for index in new
+                for tier in self._untold.pop(ids[index])
+            ]
+            for index in new:
+                self._remember(sequence, index)
+        self._publish(events)
+
+    def offer(self, sequence: Sequence, first_block: int) -> int:
+        """See `KVSource`."""
+        return len(self._tiers.match(sequence.content_ids[first_block:])) * self._pool.block_tokens
+
+    def load(self, load: Load, done: Done) -> None:
+        """See `KVSource`."""
+        self._loaders.submit(self._load, load, done)
+
+    def _load(self, load: Load, done: Done) -> None:
+        sources: list[str] = []
+        try:
+            ids, blocks = load.content_ids, load.blocks
+            for first in range(0, len(ids), _BATCH):
+                buffers = self._buffers(min(_BATCH, len(ids) - first))
+                tiers = self._tiers.load(ids[first : first + _BATCH], buffers)
+                good = tiers.index(None) if None in tiers else len(tiers)
+                if load.abandoned:
+                    break
+                self._model.write_blocks(blocks[first : first + good], buffers[:good])
+                sources += [tier.value for tier in tiers[:good] if tier is not None]
+                if good < len(tiers):
+                    break
+        except Exception:
+            log.exception("a load from the KV tiers failed: the rest is computed")
+        done(sources)
+
+    def _buffers(self, count: int) -> list[memoryview]:
+        """Memory of the calling thread for `count` blocks, used again in its next call."""
+        kept: list[memoryview] = self._local.__dict__.setdefault("buffers", [])
+        while len(kept) < count:
+            kept.append(memoryview(bytearray(self._model.block_bytes)))
+        return kept[:count]
+
+    # Down
+
+    def filled(self, sequence: Sequence, first_block: int) -> None:
+        """See `KVSink`."""
+        new = []
+        with self._lock:
+            for index in range(first_block, sequence.filled):
+                if self._tiers.match([sequence.content_ids[index]]) != [Tier.HOST]:
+                    new.append(index)
+                    self._remember(sequence, index)
+        if not new:
+            return
+        if self._pinned + len(new) > self._pinned_most:
+            if not self.dropped:
+                log.warning("KV is computed faster than it is copied to the tiers: some is not stored")
+            self.dropped += len(new)
+            return
+        ids = sequence.content_ids
+        # `fill` may have given the sequence another's block; the one in its table holds the same.
+        copy = _Copy(
+            self._scheduler.pin([sequence.table[index] for index in new]),
+            [(ids[index], ids[index - 1] if index else None) for index in new],
+        )
+        self._pinned += len(new)
+        try:
+            self._copies.put_nowait(copy)
+        except Full:
+            self.dropped += len(new)
+            self._unpin(copy)
+
+    def ended(self, sequence: Sequence) -> None:
+        """See `KVSink`: nothing to do."""
+
+    def settle(self) -> None:
+        """Wait until what was held for copying is free again (or, at the latest, a bound): blocks the caller,
+        which must not be the step thread.
+        """
+        free = threading.Event()
+        until_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until_s:
+            free.clear()
+            idle: list[bool] = []
+
+            def ask(idle: list[bool] = idle) -> None:
+                idle.append(self._pinned == 0)
+                free.set()
+
+            self._post(ask)
+            if not free.wait(max(0.0, until_s - time.monotonic())) or idle[0]:
+                return
+            time.sleep(0.01)
+
+    def clear(self) -> None:
+        """Forget everything below, in the shared store too. Blocks; raises OSError."""
+        self._tiers.clear()
+        self._publish([])
+
+    def _unpin(self, copy: _Copy) -> None:
+        self._scheduler.unpin(copy.pinned)
+        self._pinned -= len(copy.pinned)
+
+    def _write(self) -> None:
+        while True:
+            try:
+                copy = self._copies.get(timeout=_EVENTS_EVERY_S)
+            except Empty:
+                self._publish([])
+                continue
+            if copy is None:
+                return
+            try:
+                self._copy_down(copy)
+            except Exception:
+                log.exception("blocks could not be copied to the KV tiers")
+            self._post(lambda copy=copy: self._unpin(copy))  # type: ignore[misc]
+            self._publish([])
+
+    def _copy_down(self, copy: _Copy) -> None:
+        for first in range(0, len(copy.blocks), _BATCH):
+            names = copy.blocks[first : first + _BATCH]
+            buffers = self._buffers(len(names))
+            self._model.read_blocks(copy.pinned[first : first + _BATCH], buffers)
+            self._tiers.store(
+                [(name, parent, buffer) for (name, parent), buffer in zip(names, buffers, strict=True)]
+            )
+
+    # Events
+
+    def _remember(self, sequence: Sequence, index: int) -> None:
+        """Keep what an event will say of a block. The lock is held."""
+        content_id = sequence.content_ids[index]
+        if content_id in self._told:
+            self._told.move_to_end(content_id)
+            return
+        size = self._pool.block_tokens
+        self._told[content_id] = _Told(
+            sequence.content_ids[index - 1] if index else None,
+            sequence.tokens[index * size : (index + 1) * size],
+            sequence.salt,
+        )
+        if len(self._told) > _REMEMBERED:
+            self._told.popitem(last=False)
+
+    def _publish(self, more: list[TierEvent]) -> None:
+        """Announce what the tiers say, then `more`."""
+        with self._lock:
+            events: list[KVEvent] = []
+            for change in [*self._tiers.drain_events(), *more]:
+                if change.stored:
+                    self._stored(change, events)
+                else:
+                    self._removed(change, events)
+            if events:
+                # Inside the lock, so that the order of two threads' events is that of what happened.
+                self._post(lambda: self._events.publish(time.time(), events))
+
+    def _stored(self, change: TierEvent, events: list[KVEvent]) -> None:
+        told = self._told.get(change.content_id)
+        if told is None:
+            self._untold.setdefault(change.content_id, set()).add(change.tier)
+            return
+        if change.tier in told.tiers:
+            return
+        told.tiers.add(change.tier)
+        name = wire_hash(change.content_id)
+        parent = None if told.parent is None else wire_hash(told.parent)
+        last = events[-1] if events else None
+        follows = isinstance(last, BlockStored) and last.block_hashes[-1] == parent
+        if parent is not None and follows and last.medium == change.medium:  # type: ignore[union-attr]
+            assert isinstance(last, BlockStored)
+            assert last.extra_keys is not None
+            last.block_hashes.append(name)
+            last.token_ids += told.token_ids
+            last.extra_keys.append(None)
+            return
+        events.append(
+            BlockStored(
+                block_hashes=[name],
+                parent_block_hash=parent,
+                token_ids=list(told.token_ids),
+                block_size=self._pool.block_tokens,
+                medium=change.medium,
+                extra_keys=[[told.salt] if told.salt and parent is None else None],
+                group_idx=0,
+                kv_cache_spec_kind=FULL_ATTENTION,
+            )
+        )
+
+    def _removed(self, change: TierEvent, events: list[KVEvent]) -> None:
+        untold = self._untold.get(change.content_id)
+        if untold is not None:
+            untold.discard(change.tier)
+            if not untold:
+                del self._untold[change.content_id]
+        told = self._told.get(change.content_id)
+        if told is None or change.tier not in told.tiers:
+            return
+        told.tiers.discard(change.tier)
+        if not told.tiers:
+            del self._told[change.content_id]
+        name = wire_hash(change.content_id)
+        last = events[-1] if events else None
+        if isinstance(last, BlockRemoved) and last.medium == change.medium:
+            last.block_hashes.append(name)
+        else:
+            events.append(BlockRemoved(block_hashes=[name], medium=change.medium, group_idx=0))

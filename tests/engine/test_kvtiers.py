@@ -1,0 +1,237 @@
+"""The embedded engine with KV below the device: what comes back computes the same tokens as what was never
+there. The reference is the engine's own first, cold run in float32, so equality is exact."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from sumibi.core.content import content_id, content_root
+from sumibi.engine.blocks import wire_hash
+from sumibi.tiers import TiersConfig
+
+PROMPT = [(7 * i) % 90 + 3 for i in range(150)]  # 4 full blocks of 32 can be found again, and 22 tokens
+OTHERS = [[(11 * i + 5 * k) % 90 + 3 for i in range(300)] for k in range(4)]
+
+
+def tiers(**fields):
+    return TiersConfig.parse(fields)
+
+
+def ask(engine, prompt, **fields):
+    """Tokens, their log-probabilities, and the usage of a greedy completion."""
+    answer = engine.complete(prompt, max_tokens=8, logprobs=0, ignore_eos=True, **fields)
+    choice = answer["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"], answer["usage"]
+
+
+def settle(engine):
+    engine.door.tiers.settle()
+    assert engine.door.tiers._tiers.flush(10)
+
+
+def block_files(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 10_000)
+
+
+def reset(engine, query=""):
+    assert engine.http.post(f"/reset_prefix_cache{query}").json() == {"success": True}
+
+
+def series(engine, name):
+    """A metric's values by its last label."""
+    page = engine.http.get("/metrics").text
+    found = re.findall(
+        rf'^{re.escape(name)}{{[^}}]*(?:tier|source)="(\w+)"[^}}]*}} (\S+)$', page, re.MULTILINE
+    )
+    return {label: float(value) for label, value in found}
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "store"])
+def test_what_comes_from_below_gives_exactly_the_tokens_of_a_computation(make_served, tmp_path, where):
+    below = {
+        "host": {"host_bytes": "64MiB"},
+        "disk": {"disk": {"path": str(tmp_path), "bytes": "64MiB"}},
+        "store": {"store": {"url": str(tmp_path), "bytes": "64MiB"}},
+    }[where]
+    with make_served(kv_tiers=tiers(**below)) as engine:
+        tokens, logprobs, usage = ask(engine, PROMPT)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+        settle(engine)
+        reset(engine)  # the device only
+        again, same, usage = ask(engine, PROMPT)
+        assert (again, same) == (tokens, logprobs)
+        details = {"cached_tokens": 128, "cached_tokens_by_tier": {where: 128}}
+        assert usage["prompt_tokens_details"] == details
+        # The device has it now; and a longer prompt finds part here, part below.
+        assert ask(engine, PROMPT)[2]["prompt_tokens_details"] == {"cached_tokens": 128}
+        assert engine.metric("vllm:external_prefix_cache_hits_total") == 128
+        assert engine.metric("vllm:external_prefix_cache_queries_total") == 150 + 150 + 22
+        assert engine.metric("vllm:prefix_cache_hits_total") == 128
+        by_source = series(engine, "vllm:prompt_tokens_by_source_total")
+        assert by_source == {
+            "local_compute": 150 + 22 + 22,
+            "local_cache_hit": 128,
+            "external_kv_transfer": 128,
+        }
+        name = {"store": "external_unspecified"}.get(where, where)
+        assert series(engine, "vllm:prompt_tokens_cached_by_source_total") == {name: 128, "device": 128}
+        assert series(engine, "sumibi:kv_tier_hits_total")[where] == 4
+        assert engine.metric("sumibi:kv_load_failed_tokens_total") == 0
+        assert engine.door.engine._scheduler.pool.held == 0
+        engine.door.engine._scheduler.check_integrity()
+
+
+def test_what_the_device_evicted_is_found_in_host_memory(make_served):
+    with make_served(kv_tiers=tiers(host_bytes="64MiB"), num_gpu_blocks_override=16) as engine:
+        tokens, logprobs, _ = ask(engine, PROMPT)
+        for other in OTHERS:
+            ask(engine, other)
+            settle(engine)
+        again, same, usage = ask(engine, PROMPT)
+        assert (again, same) == (tokens, logprobs)
+        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"host": 128}
+
+
+def test_a_corrupt_file_is_computed_and_counted(make_served, tmp_path):
+    below = tiers(disk={"path": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below) as engine:
+        tokens, logprobs, _ = ask(engine, PROMPT)
+        settle(engine)
+        files = sorted(
+            path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 10_000
+        )
+        assert len(files) == 4
+        for path in files:
+            content = bytearray(path.read_bytes())
+            content[-1000] ^= 1
+            path.write_bytes(content)
+        reset(engine)
+        again, same, usage = ask(engine, PROMPT)
+        assert (again, same) == (tokens, logprobs)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert series(engine, "sumibi:kv_tier_corrupt_total")["disk"] >= 1
+        assert engine.metric("sumibi:kv_load_failed_tokens_total") == 128
+
+
+def test_another_engine_finds_what_one_put_into_a_shared_directory(make_served, tmp_path):
+    below = tiers(store={"url": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below) as one, make_served(kv_tiers=below) as other:
+        tokens, logprobs, _ = ask(one, PROMPT)
+        settle(one)
+        again, same, usage = ask(other, PROMPT)
+        assert (again, same) == (tokens, logprobs)
+        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"store": 128}
+        # Another salt is another cache.
+        assert ask(other, PROMPT, cache_salt="x")[2]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_resetting_the_outside_too_leaves_nothing(make_served, tmp_path):
+    below = tiers(host_bytes="64MiB", disk={"path": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below) as engine:
+        ask(engine, PROMPT)
+        settle(engine)
+        reset(engine, "?reset_external=true")
+        assert ask(engine, PROMPT)[2]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_other_weights_never_meet_in_a_shared_directory(make_served, tmp_path):
+    below = tiers(store={"url": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below, seed=1) as one:
+        ask(one, PROMPT)
+        settle(one)
+    with make_served(kv_tiers=below, seed=2) as other:
+        assert ask(other, PROMPT)[2]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_events_tell_what_lies_below_with_its_tokens_and_what_left_it(make_served):
+    with make_served(kv_tiers=tiers(host_bytes="64MiB")) as engine:
+        published = []
+        sink = engine.door.tiers._events
+        publish = sink.publish
+        sink.publish = lambda ts, events: (published.extend(events), publish(ts, events))
+        ask(engine, PROMPT)
+        settle(engine)
+        deadline = time.monotonic() + 10
+        while sum(len(e.block_hashes) for e in published if e.medium == "CPU") < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stored = [event for event in published if event.medium == "CPU"]
+        namespace = engine.door.engine._namespace
+        chain = [content_root(namespace)]
+        for index in range(4):
+            chain.append(content_id(chain[-1], PROMPT[32 * index : 32 * index + 32]))
+        assert [h for event in stored for h in event.block_hashes] == [wire_hash(each) for each in chain[1:]]
+        assert [t for event in stored for t in event.token_ids] == PROMPT[:128]
+        assert stored[0].parent_block_hash is None
+        published.clear()
+        reset(engine, "?reset_external=true")
+        deadline = time.monotonic() + 10
+        removed = []
+        while len(removed) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            removed = [h for e in published if getattr(e, "medium", None) == "CPU" for h in e.block_hashes]
+        assert set(removed) == {wire_hash(each) for each in chain[1:]}
+
+
+def test_the_engine_says_what_tiers_it_has(make_served, tmp_path):
+    below = tiers(host_bytes="64MiB", disk={"path": str(tmp_path), "bytes": "1GiB"})
+    with make_served(kv_tiers=below) as engine:
+        page = engine.http.get("/kv_event_sources").json()["0"]
+        token_bytes = page["kv_bytes_per_token"]
+        assert page["kv_tiers"] == [
+            {"name": "cpu", "tokens": (64 << 20) // token_bytes},
+            {"name": "storage", "tokens": (1 << 30) // token_bytes},
+        ]
+
+
+def test_without_tiers_nothing_is_looked_up_outside(served):
+    assert served.http.get("/kv_event_sources").json()["0"]["kv_tiers"] == []
+    assert served.metric("vllm:external_prefix_cache_queries_total") == 0
+
+
+@contextlib.contextmanager
+def engine_process(directory):
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "sumibi", "engine", "--model", "tiny", "--port", "0", "--threads", "1"),
+            *("--dtype", "float32", "--kv-tiers"),
+            f'{{"host_bytes": "8MiB", "disk": {{"path": "{directory}", "bytes": "64MiB"}}}}',
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, re.search(r"http://\S+", process.stdout.readline())[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def complete(url):
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60).json()
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]
+
+
+def test_an_engine_killed_and_started_again_finds_its_blocks_on_disk(tmp_path):
+    with engine_process(tmp_path) as (process, url):
+        tokens, _ = complete(url)
+        deadline = time.monotonic() + 20
+        while len(block_files(tmp_path)) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    with engine_process(tmp_path) as (_, url):
+        again, details = complete(url)
+        assert again == tokens
+        assert details == {"cached_tokens": 128, "cached_tokens_by_tier": {"disk": 128}}
