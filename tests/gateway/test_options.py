@@ -5,9 +5,11 @@ import hashlib
 import pytest
 
 from sumibi.core.errors import ConfigError
+from sumibi.core.latency import LinkModel
 from sumibi.gateway.admin import admin_key, is_loopback
 from sumibi.gateway.options import EngineOption, GatewayOptions, engine_options
 from sumibi.gateway.tenants import ANONYMOUS, Tenants
+from sumibi.routing.events import Role
 
 
 def test_engines_come_repeated_or_in_a_list():
@@ -16,6 +18,47 @@ def test_engines_come_repeated_or_in_a_list():
         EngineOption("http://b:8002"),
         EngineOption("http://c:80"),
     )
+
+
+def test_a_role_and_what_goes_with_it_stand_after_the_url():
+    words = "role=prefill,connector=nixlv2,revision=v2,link_gb_s=12.5,kv_port=5601"
+    prefill, decode = engine_options(
+        [f"http://a:8001,{words}", "http://b:8001,role=decode,connector=nixlv2,revision=v2"]
+    )
+    link = LinkModel(bytes_per_s=12.5e9, setup_s=0.001)
+    assert prefill == EngineOption(
+        "http://a:8001",
+        role=Role.PREFILL,
+        connector="nixlv2",
+        revision="v2",
+        link=link,
+        kv_port=5601,
+    )
+    assert (decode.role, decode.connector, decode.revision) == (Role.DECODE, "nixlv2", "v2")
+
+
+@pytest.mark.parametrize(
+    ("engines", "named"),
+    [
+        (["role=prefill,http://a:8001"], "after a URL"),
+        (["http://a:8001,role=both,role=both"], "role is given twice"),
+        (["http://a:8001,role=prefil"], "want both, prefill, decode"),
+        (["http://a:8001,connector=nixl"], "want nixlv2, sglang, stream"),
+        (["http://a:8001,kv_port=0"], "kv_port"),
+        (["http://a:8001,link_gb_s=fast"], "link_gb_s"),
+        (["http://a:8001,colour=red"], "colour"),
+        (["http://a:8001,role=prefill"], "add connector="),
+        (["http://a:8001,role=prefill,connector=nixlv2", "http://b:8001"], "http://b:8001: add connector="),
+        (
+            ["http://a:1,role=prefill,connector=nixlv2", "http://b:1,role=decode,connector=sglang"],
+            "the same connector",
+        ),
+    ],
+)
+def test_a_malformed_role_is_named(engines, named):
+    with pytest.raises(ConfigError) as error:
+        engine_options(engines)
+    assert named in str(error.value)
 
 
 def test_event_addresses_belong_to_their_engine():

@@ -12,7 +12,12 @@ import typer
 def serve(
     engine: Annotated[
         list[str],
-        typer.Option(help="An engine's URL; repeat it, or separate several by commas.", metavar="URL"),
+        typer.Option(
+            help="An engine's URL; repeat it, or separate several by commas. For prefill and decode apart"
+            " what it is for follows: URL,role=prefill|decode|both,connector=nixlv2|sglang|stream and, if"
+            " wanted, revision=NAME, link_gb_s=N (10^9 bytes a second), kv_port=N (of its side channel).",
+            metavar="URL",
+        ),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible door.")] = 8000,

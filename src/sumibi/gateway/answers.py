@@ -49,6 +49,8 @@ class _Answer(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Answer)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = msgspec.Raw(b"null")
 
 
 class EventStream:
@@ -57,6 +59,8 @@ class EventStream:
     def __init__(self) -> None:
         self.events = 0
         """Whole events passed, `[DONE]` among them."""
+        self.cached_tokens: int | None = None
+        """What the usage is to say instead of the engine's word; None: leave it."""
         self._held = bytearray()
         self._last: list[bytes] = []  # the last blocks of whole events, newest last
 
@@ -64,8 +68,7 @@ class EventStream:
         """Whole events out of `pieces` and what was held before; empty if none is complete."""
         block = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if not self._held and block.endswith(_EVENT_END):
-            self._passed(block)
-            return block
+            return self._passed(block)
         return self._cut(block)
 
     def rest(self) -> bytes:
@@ -105,20 +108,25 @@ class EventStream:
             return b""
         passed = bytes(self._held) + block[:end]
         self._held = bytearray(block[end:])
-        self._passed(passed)
-        return passed
+        return self._passed(passed)
 
-    def _passed(self, block: bytes) -> None:
+    def _passed(self, block: bytes) -> bytes:
+        """Take note of whole events, and give them back as they are to go on."""
+        if self.cached_tokens is not None:
+            block = _events_with_cached(block, self.cached_tokens)
         self.events += block.count(_EVENT_END) + block.count(_CRLF_EVENT_END)
         self._last.append(block)
         if len(self._last) > _LAST_EVENTS:
             del self._last[0]
+        return block
 
 
 class JsonAnswer:
     """The body of an answer without streaming: kept (references only) until its usage can be read."""
 
     def __init__(self) -> None:
+        self.cached_tokens: int | None = None
+        """As of `EventStream`: only `whole` heeds it."""
         self._pieces: list[bytes] = []
         self._bytes = 0
 
@@ -130,10 +138,59 @@ class JsonAnswer:
         else:
             self._pieces.clear()
 
+    def whole(self) -> bytes | None:
+        """The whole answer with the usage that it is to have, None if it is too long to be held here."""
+        if self._bytes > _MAX_JSON_BYTES:
+            return None
+        body = b"".join(self._pieces)
+        if self.cached_tokens is not None:
+            body = with_cached(body, self.cached_tokens)
+        self._pieces = [body]
+        return body
+
+    def overflows(self, pieces: list[bytes]) -> list[bytes] | None:
+        """For answers that are held to their end: the next pieces. None while they are held; else what is
+        to go on now, because it is too much to hold.
+        """
+        held = self._pieces if self._bytes <= _MAX_JSON_BYTES else []
+        out = [*held, *pieces]
+        self.feed(pieces)
+        return out if self._bytes > _MAX_JSON_BYTES else None
+
     def usage(self) -> Usage | None:
         """Usage of the whole answer, None if there is none or it is too long to be read here."""
         answer = _decode(b"".join(self._pieces)) if self._pieces else None
         return _usage(answer) if answer is not None else None
+
+
+def with_cached(answer: bytes, cached_tokens: int) -> bytes:
+    """A JSON answer (or chunk of one) whose usage says `cached_tokens`; unchanged if it has no usage.
+
+    Every other value stays as it was written.
+    """
+    try:
+        fields = _fields.decode(answer)
+        usage = _fields.decode(fields["usage"])
+        details = usage.get("prompt_tokens_details")
+        inner: dict[str, Any] = dict(_fields.decode(details)) if details not in (None, _NULL) else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+        return answer
+    inner["cached_tokens"] = cached_tokens
+    return msgspec.json.encode({**fields, "usage": {**usage, "prompt_tokens_details": inner}})
+
+
+def _events_with_cached(block: bytes, cached_tokens: int) -> bytes:
+    """The same for a block of whole events."""
+    if b'"usage"' not in block:
+        return block
+    lines = block.split(b"\n")
+    for at, line in enumerate(lines):
+        if line.startswith(b"data:") and b'"usage"' in line:
+            data = line[5:].strip()
+            changed = with_cached(data, cached_tokens)
+            if changed is not data:
+                lines[at] = b"data: " + changed + (b"\r" if line.endswith(b"\r") else b"")
+    return b"\n".join(lines)
 
 
 def _end_of(data: bytes, separator: bytes) -> int:

@@ -8,14 +8,21 @@ costs a retry and not the request. From then on nothing can be taken back: a str
 error event and a proper end, any other answer by cutting the connection, so that it cannot pass for whole.
 """
 
+import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from sumibi.engines.connectors import PrefillAnswer
+from sumibi.gateway import pairs
 from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
 from sumibi.gateway.errors import error_body, error_event
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, Request, response_head
 from sumibi.gateway.metrics import Metrics, ModelCounters, seconds
+from sumibi.gateway.pairs import Failure, Pair
 from sumibi.gateway.terms import Terms
-from sumibi.gateway.upstream import Call
+from sumibi.gateway.upstream import Call, Sink
 from sumibi.prompts.dialects import PromptKind, PromptRequest
 from sumibi.prompts.keys import Prompt
 from sumibi.routing.events import (
@@ -27,6 +34,7 @@ from sumibi.routing.events import (
     Finished,
     FinishReason,
     FirstToken,
+    Prefilled,
     PromptGrade,
 )
 
@@ -50,6 +58,8 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _FAILURES = {
     FinishReason.REFUSED: (502, "no engine could be reached"),
     FinishReason.ENGINE_GONE: (502, "the engine broke off before its answer was complete"),
+    FinishReason.ENGINE_ERROR: (502, "the engine could not answer"),
+    FinishReason.REJECTED: (502, "the engine refused the request"),
     FinishReason.TIMEOUT: (504, "the engine did not answer in time"),
     FinishReason.SHUTDOWN: (503, "the gateway is shutting down"),
 }
@@ -71,10 +81,17 @@ class Shell(Protocol):
     def tell(self, event: Event) -> None:
         """Hand an event to the router and carry out what it answers."""
 
-    def send(
-        self, endpoint: str, path: bytes, head: bytes, body: bytes, completion: "Completion"
-    ) -> Call | None:
+    def send(self, endpoint: str, path: bytes, head: bytes, body: bytes, sink: Sink) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more."""
+
+    def pair(self, owner: pairs.Owner, prefill: str, decode: str, body: bytes) -> Pair | None:
+        """A pair of two endpoints; None if they have no connector in common."""
+
+    def leg_over(self, connector: str, outcome: str) -> None:
+        """Count a prefill half."""
+
+    def later(self, wait: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call `wait` when a decode half is overdue with its first byte."""
 
     def attempt_failed(self, endpoint: str, reason: FinishReason, detail: str) -> None:
         """Count a failure of an endpoint, and look after it if its process may be gone."""
@@ -115,6 +132,8 @@ class Completion:
         """By our own count; the engine's replaces it when it comes."""
         self.arrived_t = shell.now()
         self.first_token_t: float | None = None
+        self.prefill = ""
+        """Where the prompt was computed, if that was elsewhere."""
         self.refusal = ""
         """Drop reason, if the router refused the request."""
         self._shell = shell
@@ -123,9 +142,13 @@ class Completion:
         self._terms = terms
         self._body = request.body
         self._one_zero = request.version == "1.0"
-        self._forward = _forwarded(request, self._body, request_id, keep_authorization=keep_authorization)
+        self._forward = _forwarded(request, request_id, keep_authorization=keep_authorization)
         self._explain = explain
         self._call: Call | None = None
+        self._pair: Pair | None = None
+        self._kept: Pair | None = None  # its parameters have not reached any decode engine
+        self._cached_tokens: int | None = None  # of a pair, by its prefill half
+        self._overdue: asyncio.TimerHandle | None = None
         self._status = 0
         self._headers: list[Header] = []
         self._events: EventStream | None = None
@@ -177,18 +200,152 @@ class Completion:
 
     def dispatch(self, instruction: Dispatch) -> None:
         """Send the request to the endpoint chosen."""
-        shell = self._shell
         if instruction.attempt == 1:
             self._left_queue("dispatched")
         self.attempt = instruction.attempt
         self.endpoint = instruction.endpoint
         self.decision = instruction.decision
+        self.prefill = instruction.prefill or ""
         self._status = 0
         self._events = self._json = None
-        self._call = shell.send(instruction.endpoint, self._target, self._forward, self._body, self)
-        shell.tell(
-            Dispatched(t=shell.now(), request=self.id, attempt=self.attempt, endpoint=instruction.endpoint)
-        )
+        self._cached_tokens = None
+        self._drop_pair()
+        if instruction.prefill is None:
+            self._send(self._body)
+        else:
+            self._begin_pair(instruction.prefill, instruction.endpoint)
+
+    # -- pairs.Owner
+
+    def send_prefill(self, endpoint: str, body: bytes, sink: Sink) -> Call | None:
+        """The prefill half leaves."""
+        shell = self._shell
+        call = shell.send(endpoint, self._target, self._head_for(body), body, sink)
+        shell.tell(Dispatched(t=shell.now(), request=self.id, attempt=self.attempt, endpoint=endpoint))
+        return call
+
+    def prefill_over(self, pair: Pair, answer: PrefillAnswer) -> None:
+        """The KV is ready (to be fetched, or fetched already)."""
+        shell = self._shell
+        shell.leg_over(pair.connector.name, pairs.OK)
+        self._prefilled(pair, answer)
+
+    def prefill_failed(self, pair: Pair, failure: Failure) -> None:
+        """The prompt was not computed there: end the other half, let the router say what follows."""
+        shell, reason = self._shell, failure.reason
+        shell.leg_over(pair.connector.name, failure.outcome)
+        shell.attempt_failed(pair.prefill, reason, failure.detail)
+        if self._over or self._pair is not pair:
+            return
+        if self._answered:  # the decode engine has all it needs
+            return
+        self._leg_failed(failure)
+
+    # -- a pair's steps
+
+    def _begin_pair(self, prefill: str, decode: str) -> None:
+        """Send the prefill half, and the decode half too if they leave together."""
+        shell = self._shell
+        kept, self._kept = self._kept, None
+        pair = shell.pair(self, prefill, decode, self._body)
+        if pair is None:
+            shell.leg_over("none", pairs.NO_CONNECTOR)
+            detail = "the two endpoints have no connector in common"
+            self._leg_failed(Failure(FinishReason.ENGINE_ERROR, pairs.NO_CONNECTOR, detail))
+            return
+        self._pair = pair
+        asked = self.asked
+        if pairs.unfit(self._body, answers=asked.n, prompts=asked.prompts):
+            shell.leg_over(pair.connector.name, pairs.UNFIT)
+            detail = "the request is several, or wants what a fetched prompt cannot give"
+            self._leg_failed(Failure(FinishReason.ENGINE_ERROR, pairs.UNFIT, detail))
+            return
+        if kept is not None and kept.prefill == prefill and kept.answer is not None:
+            shell.leg_over(pair.connector.name, pairs.KEPT)
+            pair.answer = kept.answer
+            t = shell.now()
+            shell.tell(Dispatched(t=t, request=self.id, attempt=self.attempt, endpoint=prefill))
+            self._prefilled(pair, kept.answer)
+            return
+        pair.begin()
+        if pair.concurrent and self._pair is pair:
+            self._send(pair.decode_body())
+
+    def _prefilled(self, pair: Pair, answer: PrefillAnswer) -> None:
+        """The leg is over; of a serial pair the decode half leaves now."""
+        if self._over or self._pair is not pair:
+            return
+        cached_tokens = answer.cached_tokens
+        if cached_tokens is None and pair.connector.takes is not None:
+            cached_tokens = 0  # else the client would be told that all of it was, by the decode engine
+        self._cached_tokens = cached_tokens
+        for reading in (self._events, self._json):
+            if reading is not None:
+                reading.cached_tokens = cached_tokens
+        shell = self._shell
+        if not self._answered:
+            shell.tell(
+                Prefilled(
+                    t=shell.now(),
+                    request=self.id,
+                    attempt=self.attempt,
+                    prompt_tokens=answer.prompt_tokens,
+                    cached_tokens=cached_tokens,
+                )
+            )
+        if self._over or self._pair is not pair:
+            return
+        if not pair.concurrent:
+            self._send(pair.decode_body())
+        if self.asked.stream and not self._answered:
+            self._overdue = shell.later(self._decode_overdue)
+
+    def _decode_overdue(self) -> None:
+        """The decode engine has waited for KV, or for its turn, for longer than anybody should."""
+        self._overdue = None
+        call, self._call = self._call, None
+        if call is not None and not self._over and not self._answered:
+            call.cancel()
+            self.answer_failed(FinishReason.TIMEOUT, "no first token of a fetched prompt in time")
+
+    def _leg_failed(self, failure: Failure) -> None:
+        shell, before = self._shell, self.attempt
+        self._stop_call()
+        self._drop_pair()
+        shell.tell(Prefilled(t=shell.now(), request=self.id, attempt=before, failed=failure.reason))
+        if self.attempt != before or self._over:
+            return
+        self._close(failure.reason, None)
+        if failure.status:
+            kind = next((v for lower, _, v in failure.headers if lower == b"content-type"), b"")
+            fields = [
+                (name, value)
+                for lower, name, value in failure.headers
+                if lower not in _NOT_RETURNED and lower != b"content-type"
+            ]
+            self._respond(failure.status, failure.body, fields, content_type=kind or b"application/json")
+        else:
+            self._respond_failure(failure.reason)
+
+    def _drop_pair(self) -> None:
+        """Nothing more is wanted of its prefill half, whatever that is at."""
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.cancel()
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _send(self, body: bytes) -> None:
+        """The request, or the decode half of a pair, leaves for `endpoint`."""
+        shell, endpoint = self._shell, self.endpoint
+        self._call = shell.send(endpoint, self._target, self._head_for(body), body, self)
+        shell.tell(Dispatched(t=shell.now(), request=self.id, attempt=self.attempt, endpoint=endpoint))
+
+    def _head_for(self, body: bytes) -> bytes:
+        return self._forward + b"content-length: %d\r\n" % len(body)
+
+    # -- what else the router says
 
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Answer with an error: no endpoint will take the request."""
@@ -208,6 +365,9 @@ class Completion:
                 self._events = EventStream()
             else:
                 self._json = JsonAnswer()
+            for reading in (self._events, self._json):
+                if reading is not None:
+                    reading.cached_tokens = self._cached_tokens
             return
         reason = FinishReason.REJECTED
         if status >= 500 or status == 429:
@@ -230,10 +390,37 @@ class Completion:
                 block += events.rest()
             if not block:
                 return
+            if self._pair is not None and not self._answered and events.failed():
+                self._decode_refused()
+                return
             pieces = [block]
         elif self._json is not None:
-            self._json.feed(pieces)
+            if self._pair is not None and not self._answered:
+                held = self._held(self._json, pieces, last=last)
+                if held is None:
+                    return
+                pieces = held
+            else:
+                self._json.feed(pieces)
         self._write(pieces, last=last)
+
+    def _held(self, answer: JsonAnswer, pieces: list[bytes], *, last: bool) -> list[bytes] | None:
+        """A pair's answer without streaming is held until its usage can be set right."""
+        over = answer.overflows(pieces)
+        if over is not None or not last:
+            return over
+        body = answer.whole()
+        assert body is not None
+        self._headers = [header for header in self._headers if header[0] != b"content-length"]
+        self._headers.append((b"content-length", b"content-length", b"%d" % len(body)))
+        return [body]
+
+    def _decode_refused(self) -> None:
+        """The decode engine's first word is that it cannot go on: nothing was sent to the client yet."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self.answer_failed(FinishReason.ENGINE_ERROR, "it began a stream with an error")
 
     def answer_end(self) -> None:
         """The engine's answer is whole."""
@@ -252,6 +439,9 @@ class Completion:
     def answer_failed(self, reason: FinishReason, detail: str) -> None:
         """The attempt brought no whole answer: try elsewhere, or say so in the way that is still open."""
         self._call = None
+        pair = self._pair
+        if reason is FinishReason.REFUSED and pair is not None and pair.answer is not None:
+            self._kept = pair
         self._shell.attempt_failed(self.endpoint, reason, detail)
         if self._over:  # while an engine's error answer was being passed on
             if self._answered:
@@ -270,7 +460,7 @@ class Completion:
 
     def client_gone(self) -> None:
         """Stop the engine's work at once."""
-        self._stop_call()
+        self._leave()
         if not self._over:
             self._tell_finished(FinishReason.CLIENT_GONE, None)
             self._close(FinishReason.CLIENT_GONE, None)
@@ -289,7 +479,7 @@ class Completion:
 
     def shut_down(self) -> None:
         """The gateway's drain time is over: end the request with an error."""
-        self._stop_call()
+        self._leave()
         if self._over:
             self._connection.abort()
             return
@@ -353,14 +543,21 @@ class Completion:
         headers = _dropped(code) if reason is FinishReason.SHUTDOWN else None
         self._respond(status, error_body(status, message, code=code), headers)
 
-    def _respond(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-        self._connection.respond(
-            status, body, headers=[*(headers or ()), (b"x-request-id", self.id.encode())]
-        )
+    def _respond(
+        self,
+        status: int,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        *,
+        content_type: bytes = b"application/json",
+    ) -> None:
+        fields = [*(headers or ()), (b"x-request-id", self.id.encode())]
+        self._connection.respond(status, body, content_type=content_type, headers=fields)
 
     def _tried_again(self, reason: FinishReason) -> bool:
         """Report the end of an unanswered attempt; True if the router took care of what follows."""
         before = self.attempt
+        self._drop_pair()
         self._tell_finished(reason, None)
         return self.attempt != before or self._over
 
@@ -390,6 +587,7 @@ class Completion:
 
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:
         self._over = True
+        self._drop_pair()
         self._left_queue(_QUEUE_OUTCOMES.get(reason, "failed"))
         self._shell.over(self, reason, usage)
 
@@ -398,8 +596,25 @@ class Completion:
         if call is not None:
             call.cancel()
 
+    def _leave(self) -> None:
+        """Nobody waits any more. A prefill engine keeps what it computed until a decode engine has heard of
+        it: so one that has not answered yet gets to read its half before it is told to stop.
+        """
+        call, pair = self._call, self._pair
+        if call is not None and pair is not None and pair.answer is not None and not self._status:
+            self._call = None
+            call.deliver()
+        self._stop_call()
+        self._drop_pair()
+
     def _usage(self) -> Usage:
         """Token counts of the whole answer: the engine's, else counted here."""
+        usage = self._engine_usage()
+        if self._cached_tokens is not None:  # the answer may have passed before this was known
+            usage = msgspec.structs.replace(usage, cached_tokens=self._cached_tokens)
+        return usage
+
+    def _engine_usage(self) -> Usage:
         if self._json is not None:
             return self._json.usage() or Usage(None, None, None, exact=False)
         assert self._events is not None
@@ -420,8 +635,8 @@ def _code(reason: FinishReason) -> str:
     return "rejected-shutting-down" if reason is FinishReason.SHUTDOWN else reason.value
 
 
-def _forwarded(request: Request, body: bytes, request_id: str, *, keep_authorization: bool) -> bytes:
-    """The header lines that an engine gets, but for `Host`."""
+def _forwarded(request: Request, request_id: str, *, keep_authorization: bool) -> bytes:
+    """The header lines that an engine gets, but for `Host` and the length of the body."""
     named = request.named.get(b"connection", b"").lower()
     dropped = _NOT_FORWARDED
     if named not in (b"", b"keep-alive", b"close"):
@@ -429,5 +644,5 @@ def _forwarded(request: Request, body: bytes, request_id: str, *, keep_authoriza
     if not keep_authorization:
         dropped = dropped | {b"authorization"}
     lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in request.headers if lower not in dropped]
-    lines.append(b"content-length: %d\r\nx-request-id: %b\r\n" % (len(body), request_id.encode()))
+    lines.append(b"x-request-id: %b\r\n" % request_id.encode())
     return b"".join(lines)

@@ -30,6 +30,8 @@ from sumibi.gateway.shell import Shell
 from sumibi.gateway.supervision import EngineWatch
 from sumibi.gateway.tenants import Tenants
 from sumibi.routing.config import RouterConfig
+from sumibi.routing.events import Role
+from sumibi.routing.policies import check_pairing
 from sumibi.routing.router import Router
 
 _ABORT_S = 2.0
@@ -55,6 +57,8 @@ class Gateway:
     def __init__(self, options: GatewayOptions) -> None:
         """Checks everything that can be checked without a socket. Raises ConfigError, ModelError."""
         self.options = options
+        if any(engine.role is not Role.BOTH for engine in options.engines):
+            check_pairing(options.policy)
         state = state_directory()
         self.admin_key = admin_key(options, state) if options.admin_port is not None else None
         self.metrics = Metrics()
@@ -74,6 +78,7 @@ class Gateway:
             recorder=recorder,
             wall_clock=time.time,
         )
+        self.shell.decode_wait_s = options.timeouts.decode_wait_s
         self._deadlines = Deadlines(asyncio.get_running_loop())
         self._context = zmq.asyncio.Context()
         self._served = Served(ready=lambda: any(watch.up for watch in self.watches))

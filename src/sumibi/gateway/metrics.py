@@ -117,6 +117,8 @@ class Metrics:
         """Requests answered with an error before any placement (malformed, unknown model), by status."""
         self.queue_s: dict[str, Histogram] = {}
         """How long requests waited for their first endpoint, by what ended it."""
+        self.legs: dict[tuple[str, str], int] = {}
+        """Prefill halves of pairs, by connector and outcome (a closed list)."""
         self.keys_s = Histogram(_FINE_SECONDS)
         self.placement_s = Histogram(_FINE_SECONDS)
 

@@ -8,12 +8,19 @@ again further in.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from sumibi.core.errors import ConfigError
+from sumibi.core.latency import INFINIBAND_NDR, LinkModel
+from sumibi.engines.connectors import CONNECTORS
 from sumibi.routing.config import BandLimits, RouterConfig
+from sumibi.routing.events import Role
 
 DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+_WORDS = ("role", "connector", "revision", "link_gb_s", "kv_port")
+"""What may stand after an engine's URL."""
+_LINK_SETUP_S = INFINIBAND_NDR.setup_s
 HOLD_ABOVE_S = RouterConfig().hold_above_s
 
 
@@ -27,6 +34,15 @@ class EngineOption:
     """ZMQ address of its event publisher; None asks the engine (`GET /kv_event_sources`)."""
     kv_replay: str | None = None
     """ZMQ address of its replay socket."""
+    role: Role = Role.BOTH
+    connector: str | None = None
+    """How its KV is handed over (`engines.connectors`); None: not at all."""
+    revision: str = ""
+    """Version of its deployed set: KV goes from one engine to another only within one."""
+    link: LinkModel | None = None
+    """Over which its KV comes and goes; None: the router's default."""
+    kv_port: int | None = None
+    """Of its side channel; None: usual for its connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,9 @@ class Timeouts:
     """Between two pieces of one answer."""
     upstream_idle_s: float = 4.0
     """An unused engine connection is kept; below uvicorn's default of 5 s, to close before it does."""
+    decode_wait_s: float = 120.0
+    """Of a streamed pair: from the end of the prefill to the decode engine's first byte. Engines may wait
+    for KV that never comes."""
     drain_s: float = 30.0
     """After SIGTERM: time for requests in flight before they are cut off."""
 
@@ -92,12 +111,25 @@ class GatewayOptions:
 
 
 def engine_options(engines: Iterable[str], kv_events: Iterable[str] = ()) -> tuple[EngineOption, ...]:
-    """Typed engines from `--engine URL[,URL]` and `--kv-events URL=tcp://...[,replay=tcp://...]` words.
+    """Typed engines from `--engine URL[,NAME=VALUE][,URL]` and `--kv-events URL=tcp://...[,replay=tcp://...]`.
 
-    Example: `engine_options(["http://a:8001,http://b:8001"], ["http://a:8001=tcp://a:5557"])`.
+    Example: `engine_options(["http://a:8001,role=prefill,connector=nixlv2", "http://b:8001,role=decode,..."])`.
     Raises ConfigError naming the flag and the malformed, repeated or unknown word.
     """
-    urls = [_engine_url(word) for text in engines for word in text.split(",") if word.strip()]
+    found: list[tuple[str, dict[str, str]]] = []
+    for text in engines:
+        first = len(found)
+        for word in filter(str.strip, text.split(",")):
+            name, equals, value = (part.strip() for part in word.partition("="))
+            if not equals or "://" in name:
+                found.append((_engine_url(word), {}))
+            elif len(found) == first:
+                raise ConfigError(f"--engine {text!r}: {word.strip()!r} has to come after a URL")
+            elif name in found[-1][1]:
+                raise ConfigError(f"--engine {found[-1][0]}: {name} is given twice")
+            else:
+                found[-1][1][name] = value
+    urls = [url for url, _ in found]
     if not urls:
         raise ConfigError("--engine: name at least one engine, for example --engine http://127.0.0.1:8001")
     for url in urls:
@@ -109,7 +141,67 @@ def engine_options(engines: Iterable[str], kv_events: Iterable[str] = ()) -> tup
         if url in sources:
             raise ConfigError(f"--kv-events: {url} is named twice")
         sources[url] = source
-    return tuple(EngineOption(url, *sources.get(url, (None, None))) for url in urls)
+    options = tuple(
+        EngineOption(url, *sources.get(url, (None, None)), **_roles(url, words)) for url, words in found
+    )
+    _check_pools(options)
+    return options
+
+
+def _roles(url: str, words: Mapping[str, str]) -> dict[str, Any]:
+    """What stands after an engine's URL, as fields of `EngineOption`. Raises ConfigError."""
+    fields: dict[str, Any] = {}
+    for name, value in words.items():
+        problem = f"--engine {url}: {name} is {value!r}"
+        match name:
+            case "role":
+                if value not in list(Role):
+                    raise ConfigError(f"{problem}: want {', '.join(Role)}")
+                fields["role"] = Role(value)
+            case "connector":
+                if value not in CONNECTORS:
+                    raise ConfigError(f"{problem}: want {', '.join(CONNECTORS)}")
+                fields["connector"] = value
+            case "revision":
+                fields["revision"] = value
+            case "kv_port":
+                if not value.isdigit() or not 1 <= int(value) <= 65535:
+                    raise ConfigError(f"{problem}: want a port, 1 to 65535")
+                fields["kv_port"] = int(value)
+            case "link_gb_s":
+                rate = _positive(value)
+                if rate is None:
+                    raise ConfigError(f"{problem}: want 10^9 bytes a second, for example 12.5")
+                fields["link"] = LinkModel(bytes_per_s=rate * 1e9, setup_s=_LINK_SETUP_S)
+            case _:
+                raise ConfigError(f"--engine {url}: unknown word {name!r}: want {', '.join(_WORDS)}")
+    return fields
+
+
+def _check_pools(options: Sequence[EngineOption]) -> None:
+    """Engines that may be paired have one connector in common. Raises ConfigError."""
+    for revision in {option.revision for option in options}:
+        pool = [option for option in options if option.revision == revision]
+        if all(option.role is Role.BOTH for option in pool):
+            continue
+        named = {option.connector for option in pool}
+        without = next((option for option in pool if option.connector is None), None)
+        if without is not None:
+            raise ConfigError(
+                f"--engine {without.url}: add connector=..., one of {', '.join(CONNECTORS)}: other engines of"
+                " its revision have a role, so it may be paired with them"
+            )
+        if len(named) > 1:
+            words = ", ".join(f"{option.url}: {option.connector}" for option in pool)
+            raise ConfigError(f"--engine: engines of one revision need the same connector; {words}")
+
+
+def _positive(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
 
 
 def _engine_url(word: str) -> str:

@@ -15,8 +15,11 @@ import msgspec
 from sumibi.gateway.answers import Usage
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.metrics import Metrics
+from sumibi.gateway.options import Timeouts
+from sumibi.gateway.pairs import Owner, Pair
 from sumibi.gateway.record import Recorder
-from sumibi.gateway.upstream import Call, Upstream
+from sumibi.gateway.transfers import Transfer
+from sumibi.gateway.upstream import Call, Sink, Upstream
 from sumibi.routing.decisions import explain
 from sumibi.routing.events import (
     AskReplay,
@@ -55,15 +58,25 @@ class UsageRecord(msgspec.Struct):
     attempts: int
     ttft_s: float | None
     duration_s: float
+    prefill: str = ""
+    """The endpoint that computed the prompt, if `endpoint` only generated."""
 
 
 class Target:
     """An endpoint as a place to send requests."""
 
-    __slots__ = ("line_end", "upstream")
+    __slots__ = ("line_end", "transfer", "upstream")
 
-    def __init__(self, upstream: Upstream, host_header: bytes, rank: int | None) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        host_header: bytes,
+        rank: int | None,
+        transfer: Transfer | None = None,
+    ) -> None:
         self.upstream = upstream
+        self.transfer = transfer
+        """How KV gets there and from there; None: not at all."""
         self.line_end = b" HTTP/1.1\r\nhost: " + host_header + b"\r\n"
         if rank is not None:
             self.line_end += b"x-data-parallel-rank: %d\r\n" % rank
@@ -86,6 +99,7 @@ class Shell:
         """Requests in flight, by id."""
         self.targets: dict[str, Target] = {}
         """Endpoint -> where to send."""
+        self.decode_wait_s = Timeouts().decode_wait_s
         self.ask_replay: Callable[[str, int], None] = lambda endpoint, from_seq: None
         self.look_at: Callable[[str], None] = lambda endpoint: None
         """Both are set by whoever supervises engines."""
@@ -129,19 +143,36 @@ class Shell:
         record = self._router.decision(decision)
         return explain(record) if record is not None else b"{}"
 
-    def send(
-        self, endpoint: str, path: bytes, head: bytes, body: bytes, completion: Completion
-    ) -> Call | None:
+    def send(self, endpoint: str, path: bytes, head: bytes, body: bytes, sink: Sink) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more.
 
         `head` is the request's header lines without `Host`, and ends before the blank line.
         """
         target = self.targets.get(endpoint)
         if target is None:
-            self._loop.call_soon(completion.answer_failed, FinishReason.REFUSED, "the endpoint is gone")
+            self._loop.call_soon(sink.answer_failed, FinishReason.REFUSED, "the endpoint is gone")
             return None
         whole = b"".join((b"POST ", path, target.line_end, head, b"\r\n"))
-        return target.upstream.call(whole, body, completion)
+        return target.upstream.call(whole, body, sink)
+
+    def pair(self, owner: Owner, prefill: str, decode: str, body: bytes) -> Pair | None:
+        """A pair of two endpoints; None if they have no connector in common."""
+        first, second = self.targets.get(prefill), self.targets.get(decode)
+        link = first.transfer if first is not None else None
+        if link is None or second is None or second.transfer is None:
+            return None
+        if link.connector is not second.transfer.connector:
+            return None
+        return Pair(owner, link.connector, prefill, body, link.values())
+
+    def leg_over(self, connector: str, outcome: str) -> None:
+        """Count a prefill half."""
+        legs = self.metrics.legs
+        legs[connector, outcome] = legs.get((connector, outcome), 0) + 1
+
+    def later(self, wait: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call `wait` when a decode half is overdue with its first byte."""
+        return self._loop.call_later(self.decode_wait_s, wait)
 
     def over(self, completion: Completion, reason: FinishReason, usage: Usage | None) -> None:
         """The request is over: count it, write its usage record, forget it."""
@@ -188,6 +219,7 @@ class Shell:
                 attempts=completion.attempt,
                 ttft_s=ttft_s,
                 duration_s=now - completion.arrived_t,
+                prefill=completion.prefill,
             )
         )
 

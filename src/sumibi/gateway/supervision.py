@@ -38,6 +38,7 @@ from sumibi.engines.signals import parse_signals
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.options import EngineOption, Timeouts
 from sumibi.gateway.shell import Shell, Target
+from sumibi.gateway.transfers import transfer_of
 from sumibi.gateway.upstream import Upstream
 from sumibi.routing.events import (
     EndpointDown,
@@ -196,7 +197,9 @@ class EngineWatch:
         before, self.info = self.endpoints, info
         for rank in info.ranks:
             several = rank.rank if len(info.ranks) > 1 else None
-            self._shell.targets[rank.endpoint] = Target(self._upstream, self._host_header, several)
+            self._shell.targets[rank.endpoint] = Target(
+                self._upstream, self._host_header, several, transfer_of(self._option)
+            )
             self._tell_up(info, rank)
         for endpoint in before:
             if endpoint not in self.endpoints:
@@ -214,8 +217,6 @@ class EngineWatch:
     def _tell_up(self, info: EngineInfo, rank: RankInfo) -> None:
         source, streaming = self._sources.get(rank.endpoint), rank.endpoint in self._streaming
         self._shell.metrics.endpoint(rank.endpoint).up = True
-        # No `role`: requests are sent to one endpoint here. Telling the router of any other role would get
-        # pairs back (`Dispatch.prefill`), which nothing in this package carries out.
         self._shell.tell(
             EndpointUp(
                 t=self._shell.now(),
@@ -228,6 +229,9 @@ class EngineWatch:
                 has_events=streaming,
                 has_replay=streaming and source is not None and source.replay is not None,
                 process_start_s=rank.signals.process_start_s,
+                role=self._option.role,
+                revision=self._option.revision,
+                link=self._option.link,
             )
         )
 

@@ -21,6 +21,8 @@ _MAX_HEAD_BYTES = 64 * 1024
 """An engine's status line and headers; more is taken for garbage."""
 _MAX_IDLE = 256
 """Unused connections kept per engine."""
+_DELIVERY_S = 0.05
+"""For an engine to read a request whose answer nobody wants: closing at once might throw it away unread."""
 
 
 class Sink(Protocol):
@@ -57,6 +59,15 @@ class Call:
         if self.connection is not None:
             self.connection.abandon()
 
+    def deliver(self) -> None:
+        """Nobody wants the answer, but the engine has to see the request: close soon after it has left."""
+        self.sink = _Nobody()
+        loop = self.upstream.loop
+        if self.connecting is not None:
+            self.connecting.add_done_callback(lambda _: loop.call_later(_DELIVERY_S, self.cancel))
+        else:
+            loop.call_later(_DELIVERY_S, self.cancel)
+
     def pause(self) -> None:
         """Read no more of the answer for now."""
         if self.connection is not None:
@@ -66,6 +77,22 @@ class Call:
         """Read on."""
         if self.connection is not None:
             self.connection.resume()
+
+
+class _Nobody:
+    """A sink for an answer that nobody reads."""
+
+    def answer_head(self, status: int, headers: list[Header]) -> None:
+        """Not of interest, as the rest is not."""
+
+    def answer_body(self, pieces: list[bytes], *, last: bool) -> None:
+        """Thrown away."""
+
+    def answer_end(self) -> None:
+        """Over."""
+
+    def answer_failed(self, reason: FinishReason, detail: str) -> None:
+        """Over."""
 
 
 class Upstream:

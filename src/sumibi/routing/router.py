@@ -224,7 +224,10 @@ class Router:
         if attempt is not None:
             self._close(request, attempt, event)
             retry = reason.retriable and not event.answered and attempt.number < self.config.max_attempts
-            retry = retry and self._place(request, excluded=attempt.endpoint.name)
+            retry = retry and (
+                self._place(request, excluded=attempt.endpoint.name)
+                or self._by_itself(request, attempt, reason)
+            )
         if retry:
             self._count.retries += 1
         else:
@@ -234,6 +237,17 @@ class Router:
             self._freed(attempt.endpoint)
             if attempt.leg is not None:
                 self._freed(attempt.leg.endpoint)
+
+    def _by_itself(self, request: Request, attempt: Attempt, why: FinishReason) -> bool:
+        """Nobody else may take what an endpoint could not decode from the KV it was promised: a whole run
+        there needs none. False if that is not what happened.
+        """
+        fetching = attempt.leg is not None and why is FinishReason.ENGINE_ERROR
+        if not fetching or attempt.endpoint not in self._fleet.candidates(request.event.model):
+            return False
+        choice = self._choose(request, [attempt.endpoint], NOTHING_AHEAD)
+        self._commit(request, choice.endpoints, choice, disagg.FALLBACK)
+        return True
 
     def _gave_up(self, request: Request, reason: FinishReason) -> None:
         """It is over; count it as refused if it never left its queue."""
