@@ -249,6 +249,31 @@ def test_the_plan_runs_the_commands_a_user_would_type(tmp_path):
     assert (plan.model, plan.url) == ("smollm2", "http://127.0.0.1:8000")
 
 
+def test_tiers_reach_the_engines_each_with_a_directory_of_its_own_on_disk(tmp_path):
+    tiers = {
+        "host_bytes": "1GiB",
+        "disk": {"path": str(tmp_path), "bytes": "2GiB"},
+        "store": {"url": "s3://b/kv"},
+    }
+    stack = load_stack(None, {("engines", "tiers"): tiers})
+    plan = plan_stack(stack, model_dir="tiny", state_dir=tmp_path, cores=[0, 1])
+    told = [
+        json.loads(child.argv[child.argv.index("--kv-tiers") + 1])
+        for child in plan.children
+        if "--kv-tiers" in child.argv
+    ]
+    assert told == [
+        {
+            "host_bytes": "1GiB",
+            "disk": {"path": f"{tmp_path}/engine-{replica}", "bytes": "2GiB"},
+            "store": {"url": "s3://b/kv", "bytes": "100GiB"},
+        }
+        for replica in range(2)
+    ]
+    without = plan_stack(load_stack(), model_dir="tiny", state_dir=tmp_path, cores=[0])
+    assert "--kv-tiers" not in without.children[0].argv
+
+
 def test_a_state_directory_too_deep_for_sockets_is_refused():
     with pytest.raises(EnvironmentProblem, match="XDG_STATE_HOME"):
         plan_stack(load_stack(), model_dir="tiny", state_dir=Path("/" + "x" * 120), cores=[0])

@@ -45,6 +45,49 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+_SIZE = r"^\d+(\.\d+)? ?([KMGT]i)?B?$"
+
+
+class DiskTier(_Part):
+    """KV on a local disk."""
+
+    path: str = Field(
+        default="", description="a directory; each replica takes one of its own in it; empty: no such tier"
+    )
+    bytes: str = Field(default="10GiB", pattern=_SIZE, description="most that a replica keeps there")
+
+
+class StoreTier(_Part):
+    """KV that all replicas share."""
+
+    url: str = Field(
+        default="", description="a directory that others read too, or s3://bucket/prefix; empty: no such tier"
+    )
+    bytes: str = Field(default="100GiB", pattern=_SIZE, description="most that all keep there")
+
+
+class Tiers(_Part):
+    """KV below the device."""
+
+    host_bytes: str = Field(
+        default="0", pattern=_SIZE, description="host memory of a replica for KV, like 2GiB; 0: none"
+    )
+    disk: DiskTier = Field(default_factory=DiskTier, description="KV on a local disk")
+    store: StoreTier = Field(default_factory=StoreTier, description="KV that all replicas share")
+
+    def config(self, replica: int) -> dict[str, Any] | None:
+        """What `sumibi engine --kv-tiers` is told; None: no tier."""
+        told: dict[str, Any] = {}
+        if float(self.host_bytes.rstrip("KMGTiB ")):
+            told["host_bytes"] = self.host_bytes
+        if self.disk.path:
+            path = str(Path(self.disk.path).expanduser().resolve() / f"engine-{replica}")
+            told["disk"] = {"path": path, "bytes": self.disk.bytes}
+        if self.store.url:
+            told["store"] = {"url": self.store.url, "bytes": self.store.bytes}
+        return told or None
+
+
 class Engines(_Part):
     """The embedded engine's replicas: all alike, one process each."""
 
@@ -61,6 +104,7 @@ class Engines(_Part):
     max_model_len: int | None = Field(
         default=None, ge=1, description="tokens of prompt + output of one request; null: the checkpoint's"
     )
+    tiers: Tiers = Field(default_factory=Tiers, description="KV below the device")
 
 
 class Band(_Part):

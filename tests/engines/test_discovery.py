@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sumibi.core.errors import EngineUnavailable, WireError
-from sumibi.engines.discovery import EventSource, discover, endpoint_id, event_source
+from sumibi.engines.discovery import EventSource, TierInfo, discover, endpoint_id, event_source
 from sumibi.engines.http import ask
 
 
@@ -99,6 +99,17 @@ async def test_ranks_come_with_their_own_event_sources():
         EventSource("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5657"),
         EventSource("tcp://127.0.0.1:5558"),
     ]
+
+
+async def test_tiers_below_the_device_are_told_beside_the_events():
+    tiers = [{"name": "cpu", "tokens": 4096}, {"name": "storage", "shared": True, "gb_per_s": 2.5}]
+    sources = {"0": {"kv_tiers": tiers, "kv_bytes_per_token": 23040}}
+    known = routes() | {"/kv_event_sources": (200, json.dumps(sources).encode())}
+    async with engine(known) as url:
+        (rank,) = (await discover(url)).ranks
+    assert rank.events is None
+    assert rank.tiers == (TierInfo("cpu", tokens=4096), TierInfo("storage", shared=True, gb_per_s=2.5))
+    assert rank.kv_bytes_per_token == 23040
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])

@@ -38,6 +38,34 @@ STREAMS = {
     "comments": (b": ping\n\n" + TOKEN + WITH_USAGE + b": bye\n\n", 4, Usage(7, 4, 3, exact=True)),
     "named events": (b"event: x\n" + WITH_USAGE, 1, Usage(7, 4, 3, exact=True)),
     "no details": (event({"usage": {"prompt_tokens": 1}}), 1, Usage(1, None, None, exact=True)),
+    "tiers": (
+        event(
+            {
+                "usage": {
+                    "prompt_tokens": 7,
+                    "completion_tokens": 3,
+                    "prompt_tokens_details": {
+                        "cached_tokens": 4,
+                        "cached_tokens_by_tier": {"device": 1, "host": 3},
+                    },
+                }
+            }
+        ),
+        1,
+        Usage(7, 4, 3, exact=True, cached_by_tier={"device": 1, "host": 3}),
+    ),
+    "odd tiers": (
+        event(
+            {
+                "usage": {
+                    "prompt_tokens": 7,
+                    "prompt_tokens_details": {"cached_tokens": 4, "cached_tokens_by_tier": ["host"]},
+                }
+            }
+        ),
+        1,
+        Usage(7, 4, None, exact=True),
+    ),
     "lies": (event({"usage": usage(prompt=-1)}) + DONE, 2, None),
     "no json": (event(b'"usage" {{{') + DONE, 2, None),
     "nothing": (b"", 0, None),

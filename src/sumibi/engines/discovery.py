@@ -5,6 +5,7 @@ the same everywhere (ledger, index, metrics, logs), so that two spellings of one
 endpoints.
 """
 
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,6 +28,17 @@ class EventSource(msgspec.Struct, frozen=True):
     """Address of the replay socket; None: no replay."""
 
 
+class TierInfo(msgspec.Struct, frozen=True):
+    """A place below an engine's device, as the embedded engine tells it (others tell none)."""
+
+    name: str
+    """The medium of its KV events, in lower case."""
+    shared: bool = False
+    tokens: int | None = None
+    gb_per_s: float | None = None
+    latency_s: float | None = None
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """One data-parallel rank of an engine."""
 
@@ -35,6 +47,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     rank: int
     signals: EngineSignals
     events: EventSource | None
+    tiers: tuple[TierInfo, ...] = ()
+    kv_bytes_per_token: int | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -70,6 +84,8 @@ class _EventConfig(msgspec.Struct):
     publisher: str = "zmq"
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
+    kv_tiers: tuple[TierInfo, ...] = ()
+    kv_bytes_per_token: Annotated[int, msgspec.Meta(gt=0)] | None = None
 
     @property
     def publishes(self) -> bool:
@@ -115,7 +131,9 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
     models = await _models(url, timeout_s)
     page = await _page(url, "/metrics", timeout_s)
     sources = await _event_sources(url, timeout_s)
-    ranks = max(sources, default=0) + 1
+    published = [rank for rank, config in sources.items() if config.publishes]
+    ranks = max(published, default=0) + 1
+    host = address_of(url)[0]
     return EngineInfo(
         url=url,
         models=tuple(model.id for model in models),
@@ -128,7 +146,9 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
                 endpoint=endpoint_id(url, rank),
                 rank=rank,
                 signals=parse_signals(page, rank=rank, ranks=ranks),
-                events=sources.get(rank),
+                events=_events(sources.get(rank), host),
+                tiers=sources[rank].kv_tiers if rank in sources else (),
+                kv_bytes_per_token=sources[rank].kv_bytes_per_token if rank in sources else None,
             )
             for rank in range(ranks)
         ),
@@ -155,22 +175,20 @@ def _aliases(models: list[_Model]) -> tuple[str, ...]:
     return (first.id, *same)
 
 
-async def _event_sources(url: str, timeout_s: float) -> dict[int, EventSource]:
-    """Rank -> source, by the resolved configuration; empty if the engine publishes none or cannot say."""
+async def _event_sources(url: str, timeout_s: float) -> dict[int, _EventConfig]:
+    """Rank -> what it says of its KV, the resolved configuration; empty if the engine cannot say."""
     try:
         page = await _page(url, "/kv_event_sources", timeout_s)
         configs = msgspec.json.decode(page or b"{}", type=dict[int, _EventConfig | None])
     except msgspec.MsgspecError:
         return {}
-    host = address_of(url)[0]
-    return {
-        rank: event_source(config.endpoint, config.replay_endpoint, host)
-        for rank, config in configs.items()
-        if 0 <= rank < _MAX_RANKS
-        and config is not None
-        and config.enable_kv_cache_events
-        and config.publisher == "zmq"
-    }
+    return {rank: config for rank, config in configs.items() if 0 <= rank < _MAX_RANKS and config is not None}
+
+
+def _events(config: _EventConfig | None, host: str) -> EventSource | None:
+    if config is None or not config.publishes:
+        return None
+    return event_source(config.endpoint, config.replay_endpoint, host)
 
 
 async def _page(url: str, path: str, timeout_s: float) -> bytes:

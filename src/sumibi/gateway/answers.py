@@ -19,6 +19,7 @@ _MAX_HELD_BYTES = 256 * 1024
 """An unfinished event longer than this is passed on as it is."""
 _MAX_JSON_BYTES = 8 * 1024 * 1024
 """Longer answers without streaming are passed through and their usage is not read."""
+_MAX_TIERS = 8
 _LAST_EVENTS = 4
 """How many of the last events are searched for usage, and for an error."""
 
@@ -31,10 +32,13 @@ class Usage(msgspec.Struct, frozen=True):
     output_tokens: int | None
     exact: bool
     """True if the engine said so; False if counted here."""
+    cached_by_tier: dict[str, int] | None = None
+    """`cached_tokens` by where they were, if the engine tells."""
 
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    cached_tokens_by_tier: Any = None
 
 
 class _WireUsage(msgspec.Struct):
@@ -215,4 +219,15 @@ def _usage(answer: _Answer) -> Usage | None:
     prompt, output = usage.prompt_tokens, usage.completion_tokens
     if min(prompt or 0, cached or 0, output or 0) < 0 or (cached or 0) > (prompt or 0):
         return None
-    return Usage(prompt, cached, output, exact=True)
+    details = usage.prompt_tokens_details
+    by_tier = None if details is None else _by_tier(details.cached_tokens_by_tier)
+    return Usage(prompt, cached, output, exact=True, cached_by_tier=by_tier)
+
+
+def _by_tier(said: object) -> dict[str, int] | None:
+    """Of a few tiers, tokens; None if an engine says something else under this name."""
+    try:
+        tiers = msgspec.convert(said, dict[str, int])
+    except msgspec.ValidationError:
+        return None
+    return tiers if len(tiers) <= _MAX_TIERS and min(tiers.values(), default=0) >= 0 else None

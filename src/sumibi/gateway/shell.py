@@ -52,6 +52,9 @@ class UsageRecord(msgspec.Struct):
     """`stop`, or why there was no whole answer."""
     prompt_tokens: int
     cached_tokens: int | None
+    cached_by_tier: dict[str, int] | None
+    """Where these were (device, host, disk, store, ...), if the engine told; null: it did not, which is so
+    of prompts that were on the device only."""
     output_tokens: int | None
     exact: bool
     """True if the engine gave the counts; False if they are the gateway's."""
@@ -214,6 +217,7 @@ class Shell:
                 reason=outcome,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached,
+                cached_by_tier=None if usage is None else usage.cached_by_tier,
                 output_tokens=output,
                 exact=usage is not None and usage.exact,
                 attempts=completion.attempt,

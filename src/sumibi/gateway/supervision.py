@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -47,6 +48,7 @@ from sumibi.routing.events import (
     EngineBatch,
     ReplayEnded,
     Signals,
+    Tier,
 )
 
 _FIRST_RETRY_S = 0.2
@@ -226,6 +228,8 @@ class EngineWatch:
                 engine_block_tokens=rank.signals.block_tokens,
                 kv_tokens=rank.signals.kv_tokens,
                 max_sequences=rank.signals.max_sequences or self._max_sequences,
+                tiers=[msgspec.convert(tier, Tier, from_attributes=True) for tier in rank.tiers],
+                kv_bytes_per_token=rank.kv_bytes_per_token,
                 has_events=streaming,
                 has_replay=streaming and source is not None and source.replay is not None,
                 process_start_s=rank.signals.process_start_s,
@@ -408,7 +412,10 @@ class EngineWatch:
 def _identity(info: EngineInfo) -> tuple[object, ...]:
     """What the router is told of an engine, the start of its process aside (every scrape tells that)."""
     ranks = tuple(
-        (r.endpoint, r.signals.block_tokens, r.signals.kv_tokens, r.signals.max_sequences, r.events)
+        (
+            *(r.endpoint, r.signals.block_tokens, r.signals.kv_tokens, r.signals.max_sequences),
+            *(r.events, r.tiers, r.kv_bytes_per_token),
+        )
         for r in info.ranks
     )
     return info.models, info.aliases, ranks

@@ -107,6 +107,7 @@ def _engine(
     stack: Stack, index: int, port: int, cores: tuple[int, ...], model: str, model_dir: str, state_dir: Path
 ) -> ChildPlan:
     engines = stack.engines
+    tiers = engines.tiers.config(index)
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -124,6 +125,7 @@ def _engine(
             *("--block-size", str(engines.block_tokens), "--kv-blocks", str(engines.kv_blocks)),
             *(() if engines.max_model_len is None else ("--max-model-len", str(engines.max_model_len))),
             *("--kv-events-config", json.dumps(events)),
+            *(() if tiers is None else ("--kv-tiers", json.dumps(tiers))),
         ],
         env={"OMP_NUM_THREADS": str(len(cores))},
         cores=cores,
