@@ -42,14 +42,14 @@ class Bucket:
     """The objects of one namespace under the prefix of an `s3://` address.
 
     Endpoint, region and credentials come from the usual AWS_* variables (AWS_ENDPOINT_URL, AWS_REGION,
-    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY; AWS_ALLOW_HTTP for an address without TLS).
+    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY); an endpoint may be http:// or https://.
     """
 
     def __init__(self, url: str, namespace: bytes, timeout_s: float) -> None:
         """Raises ConfigError, and EnvironmentProblem where obstore is not installed."""
         try:
             import obstore
-            from obstore.exceptions import BaseError
+            from obstore.exceptions import BaseError, NotFoundError
             from obstore.store import S3Store
         except ImportError as cause:
             raise EnvironmentProblem(
@@ -57,6 +57,7 @@ class Bucket:
             ) from cause
         self._obstore = obstore
         self._failures = BaseError
+        self._absent = (NotFoundError, FileNotFoundError)
         self._namespace = namespace
         self._home = f"{namespace.hex()}/"
         from datetime import timedelta
@@ -65,7 +66,7 @@ class Bucket:
         try:
             self._store: Any = S3Store.from_url(
                 url,
-                client_options={"timeout": wait, "connect_timeout": wait},
+                client_options={"allow_http": True, "timeout": wait, "connect_timeout": wait},
                 retry_config={"max_retries": 1, "retry_timeout": wait},
             )
         except (BaseError, ValueError) as cause:
@@ -89,7 +90,7 @@ class Bucket:
         """Get one object into `into`, checked."""
         try:
             got = self._obstore.get(self._store, self._key(content_id)).bytes()
-        except FileNotFoundError:
+        except self._absent:
             raise Missing from None
         except self._failures as cause:
             raise OSError(f"get: {_short(cause)}") from cause
@@ -104,7 +105,7 @@ class Bucket:
         """Ask for the object's head."""
         try:
             self._obstore.head(self._store, self._key(content_id))
-        except FileNotFoundError:
+        except self._absent:
             return False
         except self._failures as cause:
             raise OSError(f"head: {_short(cause)}") from cause
@@ -146,7 +147,7 @@ class Bucket:
         for first in range(0, len(keys), 1000):
             try:
                 self._obstore.delete(self._store, keys[first : first + 1000])
-            except FileNotFoundError:
+            except self._absent:
                 pass
             except self._failures as cause:
                 raise OSError(f"delete: {_short(cause)}") from cause

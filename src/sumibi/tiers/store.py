@@ -206,6 +206,13 @@ class SharedStore:
         if due:
             self._nudge()
 
+    def make_room(self, blocks: int) -> None:
+        """Before `blocks` are written, on the writing thread: list the store if they would not fit."""
+        with self._lock:
+            fits = self._bytes + blocks * self.file_bytes <= self._limit_bytes
+        if not fits:
+            self.chores(blocks)
+
     def used(self, ids: Sequence[bytes]) -> None:
         """Blocks were used, here or in a faster tier: mark them and what they follow, so that others see it
         (not more often than every minute). The caller holds the lock.
@@ -221,8 +228,8 @@ class SharedStore:
                 self._marks.append(at)
                 at = known.parent
 
-    def chores(self) -> None:
-        """Mark what was used; list and bound the store. On the writing thread."""
+    def chores(self, blocks: int = 1) -> None:
+        """Mark what was used; list the store, and bound it so that `blocks` fit. On the writing thread."""
         if self.rest.resting:
             return
         try:
@@ -230,7 +237,7 @@ class SharedStore:
             # What a block follows was queued after it, and is so marked later: it goes later.
             for _ in range(len(self._marks)):
                 self._backend.touch(self._marks.popleft())
-            self._sweep()
+            self._sweep(blocks * self.file_bytes)
             self.rest.worked()
         except OSError as error:
             self.rest.failed(error)
@@ -273,14 +280,14 @@ class SharedStore:
         # Writers that began together should not list together for ever.
         return int(self._limit_bytes * random.uniform(0.01, 0.03))
 
-    def _sweep(self) -> None:
+    def _sweep(self, more_bytes: int) -> None:
         found = list(self._backend.listing(temporary_older_than_s=_TEMPORARY_OLD_S))
         total = sum(f.size_bytes for f in found)
         doomed: list[Found] = []
-        if total + self.file_bytes > self._limit_bytes:
+        if total + more_bytes > self._limit_bytes:
             found.sort(key=lambda f: f.modified_s)
             for file in found:
-                if total <= self._limit_bytes * _SWEEP_TO - self.file_bytes and doomed:
+                if total <= min(self._limit_bytes * _SWEEP_TO, self._limit_bytes - more_bytes):
                     break
                 doomed.append(file)
                 total -= file.size_bytes

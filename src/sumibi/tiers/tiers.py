@@ -403,6 +403,7 @@ class BlockTiers:
     def _write(self, lower: _Lower, jobs: list[Job]) -> None:
         """One batch, on a writing thread."""
         if isinstance(lower, SharedStore):
+            lower.make_room(len(jobs))
             run_together(lower.workers, 3, [partial(self._write_one, lower, job) for job in jobs])
         else:
             for job in jobs:
