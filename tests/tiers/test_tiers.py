@@ -298,3 +298,23 @@ def test_an_unknown_scheme_is_told(make):
 def test_wrong_arguments_are_refused(make, call):
     with pytest.raises(ValueError):
         call(make(host=5000))
+
+
+def test_a_block_that_is_computed_again_is_not_the_next_to_go_from_disk(kit, make, tmp_path):
+    disk = DiskTier(str(tmp_path), 4 * kit.FILE)
+    first = make(disk=disk)
+    old, other = kit.chain("old", 1), kit.chain("other", 3)
+    for ids in (old, other):
+        first.store(kit.blocks(ids))
+        assert first.flush(5)
+    first.close()
+    tiers = make(host=20 * kit.BLOCK, disk=disk)
+    assert tiers.flush(5)
+    tiers.store(kit.blocks(old))  # it lies on disk already: a use, no write
+    tiers.store(kit.blocks(kit.chain("new", 2)))
+    assert tiers.flush(5)
+    tiers.close()
+    again = make(disk=disk)
+    assert again.flush(5)
+    assert again.match(old) == [Tier.DISK]
+    assert len(again.match(other)) == 1

@@ -379,6 +379,7 @@ class BlockTiers:
             if self._keeps_host:
                 self._host_stats.stored += 1
             self._announce(True, content_id, parent, Tier.HOST)
+            self._used_above(Tier.HOST, [content_id])
             self._host.pin(entry)
             queued = self._write_below(entry)
             self._host.unpin(entry)
