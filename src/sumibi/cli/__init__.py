@@ -47,6 +47,7 @@ app.command(short_help="Start a stack on this machine, in the background.")(mach
 app.command(short_help="Stop it.")(machine.down)
 app.command(short_help="See what KV-aware routing is worth.")(machine.demo)
 app.command(short_help="Put the gateway in front of engines that already run.")(serving.serve)
+app.command(short_help="Prefill and decode apart, beside a decode engine.")(serving.sidecar)
 app.command(short_help="Run one embedded engine in the foreground.")(serving.engine)
 app.command(short_help="What runs, and how warm it is.")(machine.status)
 app.command(short_help="Check this machine and what runs on it.")(machine.doctor)

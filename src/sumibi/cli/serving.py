@@ -142,6 +142,41 @@ def serve(
     raise typer.Exit(run_gateway(options))
 
 
+def sidecar(
+    decode: Annotated[
+        str, typer.Option(help="The decode engine beside it.", metavar="URL")
+    ] = "http://127.0.0.1:8200",
+    connector: Annotated[
+        str, typer.Option(help="How KV is handed over: nixlv2, sglang or stream.")
+    ] = "nixlv2",
+    allow_prefiller: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A prefill engine that requests may name in x-prefiller-host-port; others get 403."
+            " Repeat it.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    kv_port: Annotated[
+        int | None,
+        typer.Option(help="Of the prefill engines' side channels. [default: usual for the connector]"),
+    ] = None,
+) -> None:
+    """Run prefill and decode apart beside a decode engine, for gateways that only route.
+
+    \b
+    Example:
+      sumibi sidecar --decode http://127.0.0.1:8200 --allow-prefiller 10.0.0.1:8000
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
+    from sumibi.gateway.sidecar import main as run_sidecar
+    from sumibi.gateway.sidecar import sidecar_options
+
+    options = sidecar_options(decode, connector, allow_prefiller or (), host=host, port=port, kv_port=kv_port)
+    raise typer.Exit(run_sidecar(options))
+
+
 def engine(
     model: Annotated[
         str, typer.Option(help="Checkpoint directory, the built-in model's name, or `tiny` (random weights).")

@@ -39,6 +39,8 @@ from sumibi.routing.events import (
 )
 
 EXPLAIN_HEADER = b"x-sumibi-explain"
+PREFILLER_HEADER = b"x-prefiller-host-port"
+"""Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
 DECISION_HEADER = b"x-sumibi-decision"
 DROPPED_HEADERS = (b"x-sumibi-dropped-reason", b"x-llm-d-request-dropped-reason")
 """Why a request was refused, under our name and under the one llm-d's clients know."""
@@ -50,6 +52,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"accept-encoding",  # usage must be readable on its way through
     b"x-request-id",
     b"x-data-parallel-rank",  # placement decides
+    PREFILLER_HEADER,
     EXPLAIN_HEADER,
 }
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id"}

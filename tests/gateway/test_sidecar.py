@@ -1,0 +1,152 @@
+"""The sidecar: a header in the place of a router, the same pairs, everything else passed through."""
+
+import contextlib
+
+import pytest
+
+from sumibi.core.errors import ConfigError
+from sumibi.gateway.options import Timeouts
+from sumibi.gateway.sidecar import Sidecar, SidecarOptions, sidecar_options
+
+CHAT = {"model": "test-model", "messages": [{"role": "user", "content": "hello"}]}
+PATH = "/v1/chat/completions"
+PARAMETERS = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "cmpl-1",
+    "remote_host": "10.0.0.7",
+    "remote_port": 5600,
+    "remote_prefill_cached_tokens": 3,
+}
+PREFILLED = {"choices": [], "usage": {"prompt_tokens": 7}, "kv_transfer_params": PARAMETERS}
+
+
+@contextlib.asynccontextmanager
+async def beside(it, behaviours, connector="nixlv2"):
+    """(prefill engine, decode engine, sidecar) with the first one allowed."""
+    prefill, decode = await it.engine(), await it.engine()
+    prefill.behave = behaviours.status(200, PREFILLED)
+    made = sidecar_options(
+        decode.url, connector, [f"127.0.0.1:{prefill.port}"], host="127.0.0.1", port=1, kv_port=None
+    )
+    sidecar = Sidecar(
+        SidecarOptions(decode=made.decode, allow=made.allow, port=0, timeouts=Timeouts(connect_s=1.0))
+    )
+    await sidecar.start()
+    try:
+        yield prefill, decode, sidecar
+        await it.until(lambda: not sidecar.shell.completions and not sidecar.server.buffered_bytes)
+        assert sidecar.shell.prefillers == {}
+        assert sidecar.server.faults == 0
+    finally:
+        await sidecar.stop(0.0)
+
+
+async def ask(client_of, sidecar, **named):
+    async with client_of(sidecar.server.port) as client:
+        return await client.ask(**named)
+
+
+def named(prefill):
+    return {"x-prefiller-host-port": f"127.0.0.1:{prefill.port}", "x-request-id": "mine"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_named_prefill_engine_computes_the_prompt(lab, behaviours, client_of, stream):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        body = {**CHAT, "stream": stream, "max_tokens": 9}
+        got = await ask(client_of, sidecar, body=body, headers=named(prefill))
+        assert got.status == 200
+        (first,), (second,) = prefill.requests, decode.requests
+        assert (first.json["max_tokens"], first.json["stream"]) == (1, False)
+        assert second.json == {**body, "kv_transfer_params": PARAMETERS}
+        for request in (first, second):
+            assert request.headers["x-request-id"] == "mine"
+            assert "x-prefiller-host-port" not in request.headers
+        if not stream:
+            assert got.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        legs = await ask(client_of, sidecar, path="/sidecar/legs")
+        assert legs.json == {"nixlv2/ok": 1}
+
+
+async def test_a_prefill_engine_that_is_not_allowed_gets_nothing(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        for word in ("127.0.0.1:1", f"127.0.0.1:{prefill.port},10.0.0.1:80", "", "x"):
+            got = await ask(client_of, sidecar, body=CHAT, headers={"x-prefiller-host-port": word})
+            assert (got.status, got.json["error"]["code"]) == (403, "prefiller_not_allowed")
+        assert (prefill.requests, decode.requests) == ([], [])
+
+
+@pytest.mark.parametrize("connector", ["nixlv2", "sglang", "stream"])
+@pytest.mark.parametrize("fault", ["refuses", "errs", "breaks"])
+async def test_a_prefill_that_fails_leads_to_a_whole_run(lab, behaviours, client_of, connector, fault):
+    async with lab() as it, beside(it, behaviours, connector) as (prefill, decode, sidecar):
+
+        async def behave(request, writer):
+            awaited = {"kv_transfer_params", "bootstrap_room"} & set(request.json)
+            await (behaviours.hang if awaited else behaviours.well)(request, writer)
+
+        decode.behave = behave
+        if fault == "refuses":
+            await prefill.stop()
+        elif fault == "errs":
+            prefill.behave = behaviours.status(500, {})
+        else:
+            prefill.behave = behaviours.write_then_break(b"")
+        got = await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
+        assert (got.status, decode.requests[-1].json) == (200, CHAT)
+
+
+async def test_a_decode_engine_that_cannot_fetch_computes_it_by_itself(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+
+        async def behave(request, writer):
+            fetching = "kv_transfer_params" in request.json
+            await (behaviours.status(500, {}) if fetching else behaviours.well)(request, writer)
+
+        decode.behave = behave
+        assert (await ask(client_of, sidecar, body=CHAT, headers=named(prefill))).status == 200
+        decode.behave = behaviours.status(500, {"whole": False})
+        got = await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
+        assert (got.status, got.json) == (500, {"whole": False})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_everything_else_passes_through(lab, behaviours, client_of, stream):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        async with client_of(sidecar.server.port) as client:
+            assert (await client.ask("/health")).json == {}
+            assert (await client.ask("/v1/models")).json["data"][0]["id"] == "test-model"
+            assert (await client.ask("/nothing")).status == 404
+            body = {**CHAT, "stream": stream}
+            got = await client.ask(PATH, body)
+            assert (got.status, got.whole, decode.requests[0].json) == (200, True, body)
+        assert prefill.requests == []
+
+
+async def test_a_client_that_leaves_ends_what_it_asked_for(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        decode.behave = prefill.behave = behaviours.hang
+        for headers, awaited in ((named(prefill), prefill), ({}, decode)):
+            async with client_of(sidecar.server.port) as client:
+                lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+                data = b'{"model":"test-model","messages":[{"role":"user","content":"a"}]}'
+                head = f"POST {PATH} HTTP/1.1\r\nHost: t\r\n{lines}Content-Length: {len(data)}\r\n\r\n"
+                await client.send(head.encode() + data)
+                await it.until(lambda engine=awaited: len(engine.requests) == 1)
+            await it.until(lambda engine=awaited: engine.lost_clients == 1)
+
+
+@pytest.mark.parametrize(
+    ("decode", "connector", "allow", "wrong"),
+    [
+        ("127.0.0.1:1", "nixlv2", [], "http://HOST:PORT"),
+        ("http://a:1", "nixl", [], "--connector"),
+        ("http://a:1", "nixlv2", ["http://b:1"], "--allow-prefiller"),
+        ("http://a:1", "nixlv2", ["b"], "--allow-prefiller"),
+    ],
+)
+def test_a_malformed_option_is_named(decode, connector, allow, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        sidecar_options(decode, connector, allow, host="127.0.0.1", port=8000, kv_port=None)
