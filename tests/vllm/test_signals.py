@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from vllm_harness import BLOCK, MODEL, eventually, words
 
 MAX_SEQUENCES = 8
@@ -35,8 +36,10 @@ def test_load_is_read_while_requests_run(engines, start_gateway):
 
         eventually(full, "8 run and 3 wait", timeout_s=120.0)
         view = gateway.view(first)
-        # Ours are none of these: they went past the gateway.
-        assert (view.inflight, view.foreign_running, view.foreign_waiting) == (0, MAX_SEQUENCES, 3)
+        # They went past the gateway: foreign load, which fades between two scrapes.
+        assert view.inflight == 0
+        assert view.foreign_running == pytest.approx(MAX_SEQUENCES, rel=0.25)
+        assert view.foreign_waiting == pytest.approx(3, rel=0.25)
         assert (gateway.view(second).running, gateway.view(second).waiting) == (0, 0)
         # 11 sequences grow from some 40 tokens to 440: usage grows too, and is never a per cent.
         before = view.kv_usage or 0
