@@ -211,6 +211,15 @@ def test_a_store_that_hangs_is_late_and_writes_into_nobodys_buffer(kit, make, tm
     assert kit.load(tiers, ids) == [Tier.STORE] * 4
 
 
+def test_a_long_prompt_is_no_failure_of_the_store(kit, make, tmp_path):
+    tiers = make(store=StoreTier(str(tmp_path), 100 * kit.FILE))
+    ids = kit.chain("long", 3000)
+    assert tiers.find(ids) == []
+    assert kit.load(tiers, ids) == [None] * 3000
+    stats = tiers.stats()
+    assert (stats.misses, stats.tiers[Tier.STORE].late, stats.tiers[Tier.STORE].errors) == (3000, 0, 0)
+
+
 def test_a_store_is_bounded_by_all_who_write(kit, make, tmp_path):
     store = StoreTier(str(tmp_path), 50 * kit.FILE)
     engines = [make(host=100 * kit.BLOCK, store=store) for _ in range(3)]

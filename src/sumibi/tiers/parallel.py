@@ -12,6 +12,7 @@ class _Shared:
     def __init__(self, jobs: Iterator[Callable[[], None]]) -> None:
         self.jobs = jobs
         self.running = 0
+        self.done = 0
         self.changed = threading.Condition()
 
     def work(self) -> None:
@@ -27,6 +28,7 @@ class _Shared:
             finally:
                 with self.changed:
                     self.running -= 1
+                    self.done += 1
                     self.changed.notify_all()
 
 
@@ -43,27 +45,15 @@ def run_together(workers: Workers, helpers: int, jobs: Sequence[Callable[[], Non
         shared.changed.wait_for(lambda: not shared.running)
 
 
-def run_until(workers: Workers, jobs: Sequence[Callable[[], None]], timeout_s: float) -> bool:
-    """Run all jobs on helpers only; True once all are done, False after `timeout_s` (what has begun then goes
-    on, what has not is not begun) or if a job found no room in the helpers' queue.
+def run_until(workers: Workers, helpers: int, jobs: Sequence[Callable[[], None]], timeout_s: float) -> bool:
+    """Run all jobs on helpers only; True once all are done, False if that takes longer than `timeout_s`: what
+    has begun by then goes on, what has not is not begun.
     """
-    done = threading.Condition()
-    left = len(jobs)
-    over = False
-
-    def run(job: Callable[[], None]) -> None:
-        nonlocal left
-        if not over:
-            job()
-        with done:
-            left -= 1
-            done.notify_all()
-
-    for job in jobs:
-        if not workers.submit(lambda job=job: run(job)):  # type: ignore[misc]
-            over = True
-            return False
-    with done:
-        finished = done.wait_for(lambda: left == 0, timeout_s)
-    over = True
+    shared = _Shared(iter(jobs))
+    for _ in range(min(helpers, len(jobs))):
+        if not workers.submit(shared.work):
+            break
+    with shared.changed:
+        finished = shared.changed.wait_for(lambda: shared.done == len(jobs), timeout_s)
+        shared.jobs = iter(())
     return finished

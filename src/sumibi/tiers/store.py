@@ -127,7 +127,7 @@ class SharedStore:
             probes = sorted({low + (high - low) * k // HELPERS for k in range(HELPERS)})
             answers: dict[int, bool] = {}
             jobs = [self._asking(i, ids[i], answers) for i in probes]
-            in_time = run_until(self.workers, jobs, deadline_s - time.monotonic())
+            in_time = run_until(self.workers, HELPERS, jobs, deadline_s - time.monotonic())
             if not in_time or len(answers) < len(probes):
                 with self._lock:
                     self.stats.errors += 1

@@ -21,7 +21,7 @@ from sumibi.tiers.config import TiersConfig
 from sumibi.tiers.disk import DiskFiles
 from sumibi.tiers.host import Bytes, HostMemory, as_bytes
 from sumibi.tiers.parallel import run_together, run_until
-from sumibi.tiers.store import SWEEP_EVERY_S, SharedStore
+from sumibi.tiers.store import HELPERS, SWEEP_EVERY_S, SharedStore
 from sumibi.tiers.words import Buffer, Tier, TierEvent, TiersStats, TierStats
 from sumibi.tiers.workers import Workers
 from sumibi.tiers.writebehind import Job, WriteBehind
@@ -244,7 +244,8 @@ class BlockTiers:
                 headers[i] = header
 
         missing = [i for i, place in enumerate(results) if place is None]
-        in_time = run_until(store.workers, [partial(read, i) for i in missing], store.timeout_s)
+        jobs = [partial(read, i) for i in missing]
+        in_time = run_until(store.workers, HELPERS, jobs, store.timeout_s)
         with gate:
             over = True
         with self._lock:

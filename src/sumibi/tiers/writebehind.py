@@ -11,6 +11,7 @@ from sumibi.tiers.catalog import Entry
 
 _log = logging.getLogger(__name__)
 BATCH_BLOCKS = 16
+_HANGS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,15 @@ class WriteBehind:
         return jobs
 
     def between(self, act: Callable[[], None]) -> None:
-        """Run `act` on this thread while the writing thread writes nothing."""
-        with self._writing:
+        """Run `act` on this thread while the writing thread writes nothing. Raises TimeoutError (an OSError)
+        where that one hangs.
+        """
+        if not self._writing.acquire(timeout=_HANGS_S):
+            raise TimeoutError(f"{self._thread.name} has been writing for {_HANGS_S:.0f} s")
+        try:
             act()
+        finally:
+            self._writing.release()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued is written (or given up); False if that took too long."""
