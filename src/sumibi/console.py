@@ -133,10 +133,11 @@ def _processes(stack: RunRecord) -> "Table":
 
 def _endpoints(fleet: Fleet) -> "Table":
     """The caches: how well they are known, how full they are."""
-    table = _table("endpoint", "up", "cache is known", "tokens cached", "requests", "wait s")
+    table = _table("endpoint", "role", "up", "cache is known", "tokens cached", "requests", "wait s")
     for one in fleet.endpoints:
         table.add_row(
             _short(one.endpoint),
+            one.role + (f" ({one.revision})" if one.revision else ""),
             "yes" if one.up else "no",
             one.grade,
             f"{one.blocks * one.block_tokens} of {one.kv_tokens or '?'}",

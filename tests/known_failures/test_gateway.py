@@ -1,4 +1,4 @@
-"""F24, F27, F33, F35, F45-F48, F50: the same on the wire, through a gateway between fake engines."""
+"""F24, F27, F33, F35-F37, F45-F48, F50: the same on the wire, through a gateway between fake engines."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sumibi.core.kvevents import BlockStored
-from sumibi.gateway.options import DEFAULT_MAX_BODY_BYTES
+from sumibi.gateway.options import DEFAULT_MAX_BODY_BYTES, engine_options
 
 BLOCK = 16
 TOKENS = list(range(100, 100 + 8 * BLOCK))
@@ -94,6 +94,79 @@ async def test_f35_usage_is_right_under_any_chunking(lab, behaviours, seed):
         assert answer.body.decode() == body
         (record,) = it.usage_records()
         assert (record["prompt_tokens"], record["cached_tokens"], record["output_tokens"]) == (4321, 4096, 21)
+
+
+KEPT = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "h",
+    "remote_port": 1,
+    "remote_block_ids": [[1]],
+    "remote_prefill_cached_tokens": 16,
+}
+
+
+async def apart(it, behaviours):
+    """A prefill and a decode engine behind a gateway that always makes pairs."""
+    prefill, decode = await it.engine(), await it.engine()
+    body = {"usage": {"prompt_tokens": 4321}, "kv_transfer_params": KEPT}
+    prefill.behave = behaviours.status(200, body)
+    words = [f"{prefill.url},role=prefill", f"{decode.url},role=decode"]
+    engines = engine_options([f"{word},connector=nixlv2" for word in words])
+    await it.start(engines=engines, policy="round-robin")
+    return prefill, decode
+
+
+@pytest.mark.parametrize("size", [1, 3, 17, 1000])
+async def test_f35_usage_of_a_pair_is_the_prefill_engine_s_under_any_chunking(lab, behaviours, size):
+    """R#916, R#1274: the decode engine says that all of the prompt was cached."""
+    events = [behaviours.token_event("a"), behaviours.usage_event(4321, 21, 4320), "data: [DONE]\n\n"]
+    wire = behaviours.stream_head + behaviours.chunk("".join(events)) + b"0\r\n\r\n"
+    async with lab() as it:
+        _, decode = await apart(it, behaviours)
+        decode.behave = behaviours.in_pieces(wire, size)
+        answer = await it.ask(body={**CHAT, "stream": True})
+        usage = json.loads(answer.events[1])["usage"]
+        assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (4321, {"cached_tokens": 16})
+        it.assert_nothing_is_held()
+
+
+async def test_f36_the_decode_half_leaves_after_the_prefill_s_answer(lab, behaviours):
+    """R#2438, R#2451: the decode leg leaves first and waits 15.8 s for KV that nobody computes yet."""
+    go = asyncio.Event()
+    async with lab() as it:
+        prefill, decode = await apart(it, behaviours)
+        answer = prefill.behave
+
+        async def behave(request, writer):
+            await go.wait()
+            await answer(request, writer)
+
+        prefill.behave = behave
+        asking = asyncio.ensure_future(it.ask(body=CHAT))
+        await it.until(lambda: len(prefill.requests) == 1)
+        await asyncio.sleep(0.05)
+        assert decode.requests == []
+        go.set()
+        assert (await asking).status == 200
+        assert decode.requests[0].json["kv_transfer_params"] == KEPT
+
+
+@pytest.mark.parametrize("half", [0, 1])
+async def test_f37_a_client_that_leaves_ends_the_work_of_both_engines(lab, behaviours, half):
+    """L#1138, sgl#13631, sgl#6531: a cancel between prefill and decode strands what was reserved."""
+    async with lab() as it:
+        engines = await apart(it, behaviours)
+        engines[half].behave = behaviours.hang
+        async with it.client() as client:
+            data = json.dumps(CHAT).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n\r\n"
+            await client.send(head.encode() + data)
+            await it.until(lambda: len(engines[half].requests) == 1)
+        await it.until(lambda: engines[half].lost_clients == 1)
+        await it.until(lambda: not it.gateway.shell.completions)
+        it.assert_nothing_is_held()
 
 
 async def test_f45_a_body_of_16_mb_passes_and_a_longer_one_is_named(lab):

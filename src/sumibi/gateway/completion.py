@@ -443,7 +443,7 @@ class Completion:
         """The attempt brought no whole answer: try elsewhere, or say so in the way that is still open."""
         self._call = None
         pair = self._pair
-        if reason is FinishReason.REFUSED and pair is not None and pair.answer is not None:
+        if reason is FinishReason.REFUSED and pair is not None and pair.answer and not pair.concurrent:
             self._kept = pair
         self._shell.attempt_failed(self.endpoint, reason, detail)
         if self._over:  # while an engine's error answer was being passed on
