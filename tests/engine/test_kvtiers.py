@@ -98,6 +98,21 @@ def test_what_the_device_evicted_is_found_in_host_memory(make_served):
         assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"host": 128}
 
 
+def test_requests_that_press_one_another_off_a_small_device_answer_as_if_alone(make_served):
+    below = tiers(host_bytes="64MiB")
+    with make_served(kv_tiers=below, num_gpu_blocks_override=24, max_model_len=512) as engine:
+        alone = [ask(engine, prompt)[0] for prompt in (PROMPT, *OTHERS)]
+        for _ in range(3):
+            requests = [
+                {"prompt": prompt, "max_tokens": 8, "ignore_eos": True} for prompt in (PROMPT, *OTHERS)
+            ]
+            assert engine.together(requests) == alone
+        settle(engine)
+        engine.door.engine._scheduler.check_integrity()
+        assert engine.door.engine._scheduler.pool.held == 0
+        assert engine.metric("vllm:external_prefix_cache_hits_total") > 0
+
+
 def test_a_corrupt_file_is_computed_and_counted(make_served, tmp_path):
     below = tiers(disk={"path": str(tmp_path), "bytes": "64MiB"})
     with make_served(kv_tiers=below) as engine:

@@ -49,9 +49,33 @@ class GatedModel:
         self.allowed.release()
 
 
-def engine_on(model, *, num_blocks=64):
+class Outside:
+    """A source that has the first 8 tokens of everything and ends its loads when the test says so."""
+
+    def __init__(self, *, timeout_s=60.0):
+        self.timeout_s = timeout_s
+        self.loads = []
+        self.begun = threading.Semaphore(0)
+        self.may_look = threading.Event()
+        self.may_look.set()
+        self.error = None
+
+    def look(self, sequence):
+        assert self.may_look.wait(10)
+
+    def offer(self, sequence, first_block):
+        return max(0, 8 - 4 * first_block)
+
+    def load(self, load, done):
+        if self.error:
+            raise self.error
+        self.loads.append((load, done))
+        self.begun.release()
+
+
+def engine_on(model, *, num_blocks=64, source=None):
     pool = BlockPool(num_blocks, 4)
-    scheduler = Scheduler(pool, max_sequences=4, step_tokens=16, max_tokens=200)
+    scheduler = Scheduler(pool, max_sequences=4, step_tokens=16, max_tokens=200, source=source)
     metrics = EngineMetrics("fake", scheduler, dropped_batches=lambda: 0)
     failures = []
     engine = Engine(
@@ -220,5 +244,96 @@ def test_more_requests_than_the_limit_are_refused_and_counted(monkeypatch):
             engine.submit([job()])
         first.close()
         engine.submit([job()])
+
+    asyncio.run(scenario())
+
+
+LONG = list(range(3, 13))
+
+
+def test_others_decode_while_one_loads_and_it_goes_on_when_its_load_has_ended():
+    async def scenario():
+        model, source = GatedModel(), Outside()
+        engine, pool, _ = engine_on(model, source=source)
+        engine.start()
+        loading = engine.submit([job(LONG, max_tokens=2)])
+        assert await asyncio.to_thread(source.begun.acquire, timeout=10)
+        other = engine.submit([job([6, 7], max_tokens=2)])  # the 8 tokens offered are more than it has
+        assert await asyncio.to_thread(source.begun.acquire, timeout=10)
+        source.loads[1][1]([])
+        await model.step()
+        await model.step()
+        while not other.done:
+            await other.take()
+        source.loads[0][1](["host", "host"])
+        await model.step()
+        await model.step()
+        while not loading.done:
+            await loading.take()
+        assert model.batches == [[2], [1], [2], [1]]
+        report = loading.report(0)
+        assert (report.cached_tokens, report.cached_by_source) == (8, {"host": 8})
+        await engine.stop()
+        assert pool.held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_takes_too_long_or_cannot_begin_is_computed():
+    async def scenario():
+        model, source = GatedModel(), Outside(timeout_s=0.05)
+        engine, pool, _ = engine_on(model, source=source)
+        engine.start()
+        slow = engine.submit([job(LONG, max_tokens=1)])
+        await model.step()  # nobody had to wake the engine
+        while not slow.done:
+            await slow.take()
+        assert model.batches == [[10]]
+        assert pool.held == 3  # somebody may still write there
+        source.loads[0][1]([])
+        source.error = OSError("no such source")
+        failing = engine.submit([job([*range(20, 30)], max_tokens=1)])
+        await model.step()
+        while not failing.done:
+            await failing.take()
+        assert model.batches == [[10], [10]]
+        assert await engine.clear_prefix_cache()
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_while_the_source_is_asked_or_loads_is_not_computed():
+    async def scenario():
+        model, source = GatedModel(), Outside()
+        engine, pool, _ = engine_on(model, source=source)
+        engine.start()
+        source.may_look.clear()
+        engine.submit([job(LONG)]).close()
+        source.may_look.set()
+        loading = engine.submit([job(LONG)])
+        assert await asyncio.to_thread(source.begun.acquire, timeout=10)
+        loading.close()
+        assert await engine.clear_prefix_cache() is False
+        source.loads[0][1](["host", "host"])
+        assert await engine.clear_prefix_cache() is True
+        assert (len(source.loads), model.batches) == (1, [])
+        await engine.stop()
+        assert pool.held == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_stops_while_it_loads_tells_the_reader():
+    async def scenario():
+        source = Outside()
+        engine, _, _ = engine_on(GatedModel(), source=source)
+        engine.start()
+        loading = engine.submit([job(LONG)])
+        assert await asyncio.to_thread(source.begun.acquire, timeout=10)
+        await engine.stop()
+        with pytest.raises(EngineUnavailable, match="stopped"):
+            await loading.take()
+        source.loads[0][1](["host"])  # too late, and harmless
 
     asyncio.run(scenario())

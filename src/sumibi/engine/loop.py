@@ -375,7 +375,7 @@ class Engine:
             source.load(load, lambda sources: self.post(partial(self._loaded, load, sources)))
         except Exception:
             log.exception("a load could not begin: what it should bring is computed")
-            self._loaded(load, [])
+            self.post(partial(self._loaded, load, []))
 
     def _loaded(self, load: Load, sources: list[str]) -> None:
         tokens = self._scheduler.loaded(load, sources)
