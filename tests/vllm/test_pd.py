@@ -1,10 +1,13 @@
 """Prefill on one real engine, decode on another, the KV in between over NIXL."""
 
+import json
 import random
 from typing import Any
 
 import pytest
-from vllm_harness import BLOCK, MODEL, Engine
+from vllm_harness import BLOCK, MODEL, Engine, GatewayThread
+
+from sumibi.gateway.options import engine_options
 
 NOTHING_REMOTE = {
     "do_remote_decode": True,
@@ -55,3 +58,54 @@ def test_the_two_requests_of_a_pair_give_the_tokens_of_one(pair, tokens):
     whole = decode.ask("/v1/completions", completion(prompt, cache_salt="computed here"))
     assert apart["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
     assert decode.metric("vllm:nixl_num_failed_transfers_total") == 0
+
+
+@pytest.fixture
+def gateway(pair, start_gateway) -> GatewayThread:
+    """Before the pair, with a policy that pairs every request whatever it costs."""
+    prefill, decode = pair
+    options = engine_options(
+        [f"{prefill.url},role=prefill,connector=nixlv2", f"{decode.url},role=decode,connector=nixlv2"]
+    )
+    return start_gateway(prefill, decode, engines=options, policy="round-robin")
+
+
+def fetched_tokens(engine: Engine) -> float:
+    """Prompt tokens that came from another engine, since it started."""
+    return engine.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+def text_of(stream: str) -> tuple[str, dict[str, Any]]:
+    """(all text, the last usage) of a streamed completion."""
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
+    return "".join(choice["text"] for event in events for choice in event["choices"]), usage
+
+
+def test_the_gateways_pairs_give_the_tokens_of_one_engine(pair, gateway):
+    prefill, decode = pair
+    for tokens, seed in ((90, 1), (300, 2)):
+        prompt = prompt_of(tokens, seed)
+        before = fetched_tokens(decode)
+        apart = gateway.ask("/v1/completions", completion(prompt))
+        assert fetched_tokens(decode) - before >= tokens - 1
+        whole = decode.ask("/v1/completions", completion(prompt, cache_salt="computed here"))
+        assert apart["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+        assert apart["usage"]["completion_tokens"] == 24
+        assert apart["usage"]["prompt_tokens"] == tokens
+    gateway.check_empty()
+
+    prompt = prompt_of(200, seed=4)
+    body = completion(prompt, stream=True, stream_options={"include_usage": True})
+    reply = gateway.client.post(f"{gateway.url}/v1/completions", json=body)
+    assert reply.status_code == 200
+    text, usage = text_of(reply.text)
+    whole = decode.ask("/v1/completions", completion(prompt, cache_salt="computed here"))
+    assert (text, usage["completion_tokens"]) == (whole["choices"][0]["text"], 24)
+
+    # Said again, the prefill engine has it: its blocks, and the count that reaches the client.
+    again = gateway.ask("/v1/completions", completion(prompt))
+    assert again["choices"][0]["text"] == text
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    gateway.check_empty()
+    assert prefill.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
