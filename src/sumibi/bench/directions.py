@@ -114,7 +114,7 @@ def _row(
     *,
     better: bool = True,
 ) -> Row:
-    units = {_ttft: "s", _itl: "ms", _e2e: "s", _rate: "tok/s"}
+    units: dict[_Figure, str] = {_ttft: "s", _itl: "ms", _e2e: "s", _rate: "tok/s"}
     lower = read is not _rate
     return Row(group, what, better, lower, read(before), read(after), units[read], published)
 
