@@ -184,7 +184,6 @@ def w4(quick: bool) -> Iterator[Row]:
     together_fleet, pools_fleet = _w4_fleets(part)
     together = _play(played, together_fleet, BLIND)
     pools = _play(played, pools_fleet, BLIND)
-    ours = _play(played, pools_fleet, OURS)
     yield _row("W4", "mean time between tokens, together -> apart", _itl, together, pools, "25 -> 8 ms")
     yield _row("W4", "mean end to end, together -> apart", _e2e, together, pools, "6.7 -> 3.5 s")
     yield _row(
@@ -195,14 +194,6 @@ def w4(quick: bool) -> Iterator[Row]:
         pools,
         "0.53 -> 1.4 s",
         better=False,
-    )
-    yield _row(
-        "W4",
-        "mean end to end, apart, every prompt sent away -> the router's choice",
-        _e2e,
-        pools,
-        ours,
-        "none",
     )
 
 
@@ -240,10 +231,8 @@ def w11(traces: Path | None, quick: bool) -> Iterator[Row]:
         yield _row("W11", f"{at}: mean TTFT, host tier off -> on", _ttft, off, on, published_ttft)
         yield _row("W11", f"{at}: output, host tier off -> on", _rate, off, on, published_rate)
     live = 6 if quick else 32
-    split = (1, 1) if quick else (2, 6)
     together = _play(played, fleet("glm52-8xh200", count=count), BLIND, live)
     affine = _play(played, fleet("glm52-8xh200", count=count), "llmd-precise", live)
-    ours = _play(played, apart("glm52-8xh200", *split), OURS, live)
     yield _row(
         "W11",
         f"{live} agents: mean TTFT, round-robin -> cache-aware (routing takes 91.4 of 93.9 % there)",
@@ -251,14 +240,6 @@ def w11(traces: Path | None, quick: bool) -> Iterator[Row]:
         together,
         affine,
         "most of the gain is routing's",
-    )
-    yield _row(
-        "W11",
-        f"{live} agents: mean TTFT, together under round-robin -> {split[0]}P + {split[1]}D and our router",
-        _ttft,
-        together,
-        ours,
-        "no matched control published",
     )
 
 
