@@ -219,6 +219,13 @@ def engine(
             metavar="JSON",
         ),
     ] = "",
+    kv_transfer_config: Annotated[
+        str,
+        typer.Option(
+            help="Prefill and decode apart: JSON, with vLLM's fields (docs/prefill-decode.md).",
+            metavar="JSON",
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
     enable_dev_mode: Annotated[
         bool, typer.Option("--enable-dev-mode", help="Routes for operators: /reset_prefix_cache.")
@@ -240,6 +247,7 @@ def engine(
         parse_kv_events,
         parse_kv_tiers,
     )
+    from sumibi.engine.transfer.config import parse_kv_transfer
 
     options = EngineOptions(
         model=model,
@@ -256,6 +264,7 @@ def engine(
         num_gpu_blocks_override=kv_blocks,
         kv_events=parse_kv_events(kv_events_config),
         kv_tiers=parse_kv_tiers(kv_tiers),
+        kv_transfer=parse_kv_transfer(kv_transfer_config) if kv_transfer_config else None,
         seed=seed,
         enable_dev_mode=enable_dev_mode or dev_mode_from_environment(),
         shutdown_grace_s=shutdown_grace,

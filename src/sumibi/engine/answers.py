@@ -10,6 +10,7 @@ from sumibi.core.errors import BadRequest, SumibiError
 from sumibi.core.ids import new_id
 from sumibi.engine.choices import Choices, Piece
 from sumibi.engine.sequence import TokenLogprob
+from sumibi.engine.transfer.params import TransferAnswer
 from sumibi.engine.wire import (
     Chat,
     ChatChoice,
@@ -114,6 +115,10 @@ class _Common:
         """The piece's tokens, if asked for."""
         return piece.token_ids if self.options.return_token_ids else UNSET
 
+    def transfer_answer(self) -> TransferAnswer | UnsetType:
+        """For a whole answer, or the event with the finish reason."""
+        return self.choices.transfer_answer() or UNSET
+
     def prompt_token_ids(self, choice: int) -> list[int] | UnsetType:
         """The prompt's tokens, if asked for."""
         if not self.options.return_token_ids:
@@ -159,7 +164,10 @@ class CompletionWriter(_Common):
             choice = self._choice(piece)
             if self.is_first(piece):
                 choice.prompt_token_ids = self.prompt_token_ids(piece.choice)
-            out += event(self._completion([choice], self.chunk_usage()))
+            completion = self._completion([choice], self.chunk_usage())
+            if piece.finish is not None:
+                completion.kv_transfer_params = self.transfer_answer()
+            out += event(completion)
         return out
 
     def usage_event(self) -> bytes:
@@ -174,7 +182,9 @@ class CompletionWriter(_Common):
             choice.prompt_token_ids = self.prompt_token_ids(piece.choice)
             choice.prompt_logprobs = self.prompt_logprobs(piece.choice)
             choices.append(choice)
-        return _encode(self._completion(choices, self.usage()))
+        completion = self._completion(choices, self.usage())
+        completion.kv_transfer_params = self.transfer_answer()
+        return _encode(completion)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType) -> Completion:
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
@@ -236,7 +246,10 @@ class ChatWriter(_Common):
                 stop_reason=piece.stop,
                 token_ids=self.token_ids(piece),
             )
-            out += event(self._chunk([choice], self.chunk_usage()))
+            chunk = self._chunk([choice], self.chunk_usage())
+            if piece.finish is not None:
+                chunk.kv_transfer_params = self.transfer_answer()
+            out += event(chunk)
         return out
 
     def usage_event(self) -> bytes:
@@ -264,6 +277,7 @@ class ChatWriter(_Common):
             usage=self.usage(),
             prompt_logprobs=self.prompt_logprobs(0),
             prompt_token_ids=self.prompt_token_ids(0),
+            kv_transfer_params=self.transfer_answer(),
         )
         return _encode(chat)
 

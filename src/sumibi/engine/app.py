@@ -76,6 +76,7 @@ class Door:
             Route("/version", self.version),
             Route("/metrics", self.metrics_page),
             Route("/kv_event_sources", self.kv_event_sources),
+            Route("/kv_transfer", self.kv_transfer),
         ]
         if self.dev_mode:
             routes.append(Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]))
@@ -149,7 +150,9 @@ class Door:
 
     async def metrics_page(self, http: HttpRequest) -> Response:
         """`GET /metrics`."""
-        return Response(self.metrics.page(), media_type="text/plain; version=0.0.4")
+        transfers = self.engine.transfers
+        page = self.metrics.page() + (transfers.metrics.page() if transfers else b"")
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     async def kv_event_sources(self, http: HttpRequest) -> Response:
         """`GET /kv_event_sources`: where each data-parallel rank publishes (there is one)."""
@@ -157,6 +160,12 @@ class Door:
         page["kv_bytes_per_token"] = self.sources.kv_bytes_per_token
         page["kv_tiers"] = self.sources.tiers
         return _json({"0": page})
+
+    async def kv_transfer(self, http: HttpRequest) -> Response:
+        """`GET /kv_transfer`: what a gateway has to know to pair this engine with another."""
+        if self.engine.transfers is None:
+            raise HTTPException(404, "this engine was started without --kv-transfer-config")
+        return _json(self.engine.transfers.page)
 
     async def reset_prefix_cache(self, http: HttpRequest) -> Response:
         """`POST /reset_prefix_cache`, in development mode only: false while any block is held.
@@ -181,8 +190,13 @@ class Door:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        transfers = self.engine.transfers
         self.engine.start()
+        if transfers is not None:
+            transfers.start()
         yield
+        if transfers is not None:
+            await asyncio.to_thread(transfers.stop)
         await self.engine.stop()
         if self.tiers is not None:
             await asyncio.to_thread(self.tiers.close)

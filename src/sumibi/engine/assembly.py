@@ -29,6 +29,7 @@ from sumibi.engine.options import TINY, EngineOptions, KVEventsConfig
 from sumibi.engine.publisher import NullPublisher, ZmqPublisher
 from sumibi.engine.requests import RequestReader, ServedModel
 from sumibi.engine.scheduler import Scheduler
+from sumibi.engine.transfer.connector import Transfers
 from sumibi.engine.wire import TierInfo
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
         vocabulary=config.vocab,
         eos_token_ids=frozenset(config.eos_token_ids),
     )
-    reader = RequestReader(served, tokenizer, template, seed=options.seed)
+    reader = RequestReader(served, tokenizer, template, seed=options.seed, transfer=options.kv_transfer)
     pool = BlockPool(sizes.num_blocks, options.block_size)
     publisher, sources = _publisher(options)
     try:
@@ -115,6 +116,22 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
         namespace=_namespace(options, sizes),
         on_failure=on_failure,
     )
+    if options.kv_transfer is not None:
+        try:
+            engine.transfers = Transfers(
+                options.kv_transfer,
+                host=options.host,
+                model=options.name,
+                namespace=f"{_namespace(options, sizes)};{_bytes_namespace(options, sizes, directory)}",
+                memory=model,
+                scheduler=scheduler,
+                post=engine.post,
+                fail=engine.fail_request,
+            )
+        except BaseException:
+            if publisher is not None:
+                publisher.stop()
+            raise
     if link is not None:
         link.start(scheduler, events, engine.post)
     told = EngineSources(sources, _tier_infos(options, model), model.kv_bytes_per_token)
@@ -245,19 +262,23 @@ def _namespace(options: EngineOptions, sizes: Sizes) -> str:
 def _tiers(
     options: EngineOptions, sizes: Sizes, directory: Path, model: Model, pool: BlockPool
 ) -> TierLink | None:
-    """The link to the tiers, if there are any.
-
-    Their namespace goes by what the weights are, not by the name that they are served under: files outlive
-    the process.
-    """
+    """The link to the tiers, if there are any."""
     if options.kv_tiers is None:
         return None
+    namespace = _bytes_namespace(options, sizes, directory)
+    tiers = BlockTiers(options.kv_tiers, block_bytes=model.block_bytes, namespace=namespace)
+    return TierLink(tiers, model, pool, asks_store=options.kv_tiers.store is not None)
+
+
+def _bytes_namespace(options: EngineOptions, sizes: Sizes, directory: Path) -> str:
+    """Everything that makes the bytes of a block differ beside its content id, for files and for peers.
+
+    It goes by what the weights are, not by the name that they are served under: files outlive the process,
+    and a peer may have another revision under the same name.
+    """
     parts = [f"weights={_weights_digest(options, directory)}", f"version={_WEIGHT_VERSION}", "adapter="]
     parts += [f"dtype={sizes.dtype}", f"layout={KV_LAYOUT}", f"block={options.block_size}"]
-    tiers = BlockTiers(
-        options.kv_tiers, block_bytes=model.block_bytes, namespace="sumibi-engine;" + ";".join(parts)
-    )
-    return TierLink(tiers, model, pool, asks_store=options.kv_tiers.store is not None)
+    return "sumibi-engine;" + ";".join(parts)
 
 
 def _weights_digest(options: EngineOptions, directory: Path) -> str:

@@ -11,6 +11,7 @@ from sumibi.engine.loop import Generation, PromptReport, Token
 from sumibi.engine.requests import Request
 from sumibi.engine.sequence import FinishReason, TokenLogprob
 from sumibi.engine.text import ChoiceText
+from sumibi.engine.transfer.params import TransferAnswer
 from sumibi.prompts.tokenizer import Tokenizer
 
 
@@ -81,6 +82,10 @@ class Choices:
         for prompt in range(len(self.request.jobs)):
             total.update(self.report(prompt).cached_by_source)
         return dict(total)
+
+    def transfer_answer(self) -> TransferAnswer | None:
+        """What another engine needs to get the prompt's KV from here, once everything was taken."""
+        return self._generation.transfer_answer
 
     def _absorb(self, token: Token, piece: Piece) -> None:
         text = self._texts[token.choice]

@@ -33,6 +33,9 @@ from sumibi.engine.publisher import EventSink
 from sumibi.engine.sampler import Sampled, logprobs_of, sample
 from sumibi.engine.scheduler import Scheduler, Step
 from sumibi.engine.sequence import FinishReason, SamplingParams, Sequence, TokenLogprob
+from sumibi.engine.transfer.connector import SOURCE, Transfers
+from sumibi.engine.transfer.params import KeepRequest, PullRequest, TransferAnswer
+from sumibi.engine.transfer.tickets import Fetch, Keep
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class Job:
     params: SamplingParams
     n: int = 1
     salt: str = ""
+    transfer: KeepRequest | PullRequest | None = None
+    """Where the prompt's KV is to come from, or that it is to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,20 @@ class Generation:
     def report(self, prompt: int) -> PromptReport:
         """About the request's prompt number `prompt`, after a token of it was taken."""
         sequence = self._prompts[prompt][0]
-        return PromptReport(sequence.cached_tokens or 0, sequence.prompt_logprobs, sequence.cached_by_source)
+        cached = sequence.cached_tokens or 0
+        if isinstance(sequence.transfer, Fetch):
+            cached = sequence.transfer.system_cached_tokens(cached)
+            device = min(cached, sequence.cached_by_source.get("device", 0))
+            parts = {"device": device, SOURCE: cached - device}
+            by_source = {source: tokens for source, tokens in parts.items() if tokens}
+            return PromptReport(cached, sequence.prompt_logprobs, by_source)
+        return PromptReport(cached, sequence.prompt_logprobs, sequence.cached_by_source)
+
+    @property
+    def transfer_answer(self) -> TransferAnswer | None:
+        """What another engine needs to get the prompt's KV from here, once the last token was taken."""
+        ticket = self._prompts[0][0].transfer
+        return ticket.answer if isinstance(ticket, Keep) else None
 
     def drop(self, choice: int) -> None:
         """End one choice; no more tokens of it will come."""
@@ -177,6 +195,8 @@ class Engine:
         self._events = events
         self._namespace = namespace
         self._on_failure = on_failure
+        self.transfers: Transfers | None = None
+        """Set before `start`, if KV is to travel between engines."""
         self._numbers = itertools.count()
         self._stalled = False  # what waits, waits for a command
         self._commands: SimpleQueue[abc.Callable[[], None] | None] = SimpleQueue()
@@ -239,6 +259,18 @@ class Engine:
         """Run `call` in the step thread between two steps; from any thread. Nothing once the engine ended."""
         self._commands.put(call)
 
+    def fail_request(self, sequence: Sequence, why: str) -> None:
+        """End the request of `sequence` with an error. Step thread."""
+        generation = self._owners.get(sequence)
+        if generation is None:
+            return
+        for each in [s for s, owner in self._owners.items() if owner is generation]:
+            del self._owners[each]
+            self._scheduler.abort(each)
+            self._metrics.finished(each, time.monotonic())
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(generation.fail, why)
+
     def abort(self, sequences: list[Sequence]) -> None:
         """End sequences from outside, before the next step."""
         self._commands.put(partial(self._abort, sequences))
@@ -286,6 +318,9 @@ class Engine:
         # Hashing a long prompt takes milliseconds: here, not between two steps.
         family[0].extend_content_ids(len(job.token_ids) // block_tokens, block_tokens)
         family[0].siblings = family[1:]
+        if job.transfer is not None:
+            assert self.transfers is not None, "requests are refused where they are read"
+            family[0].transfer = self.transfers.open(job.transfer)
         return family
 
     # ---- a thread that may wait ----
@@ -414,6 +449,8 @@ class Engine:
             self._metrics.token(sequence, now_s)
             token = Token(sequence.index, each.token, each.logprob, sequence.finish, sequence.stop_token)
             tokens.append((self._owners[sequence], token))
+            if sequence.transfer is not None and self.transfers is not None:
+                self.transfers.running(sequence)
             if sequence.finish is not None:
                 self._metrics.finished(sequence, now_s)
                 del self._owners[sequence]

@@ -102,7 +102,7 @@ class EngineMetrics:
         self._external_hits = self._counter(
             "external_prefix_cache_hits", "Prompt tokens that were loaded from outside"
         )
-        self._has_source = scheduler.source is not None
+        self._scheduler = scheduler
         self._by_source = self._labelled(
             "prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source"
         )
@@ -185,7 +185,7 @@ class EngineMetrics:
         device = sequence.cached_by_source.get("device", 0)
         self._queries.inc(sequence.prompt_tokens)
         self._hits.inc(device)
-        if self._has_source:
+        if self._scheduler.source is not None:
             self._external_queries.inc(sequence.prompt_tokens - device)
             self._external_hits.inc(cached - device)
         self._by_source("local_compute", sequence.prompt_tokens - cached)

@@ -14,6 +14,7 @@ import msgspec
 
 from sumibi.core.errors import ConfigError
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
+from sumibi.engine.transfer.config import KVTransferConfig
 from sumibi.tiers.config import TiersConfig
 
 TINY = "tiny"
@@ -91,6 +92,8 @@ class EngineOptions:
     """--kv-events-config, decoded by `parse_kv_events`."""
     kv_tiers: TiersConfig | None = None
     """--kv-tiers, decoded by `parse_kv_tiers`; None keeps KV on the device only."""
+    kv_transfer: KVTransferConfig | None = None
+    """--kv-transfer-config, decoded by `parse_kv_transfer`; None: no transfers."""
     seed: int = 0
     """--seed: of requests that bring none (and of the tiny model's weights)."""
     enable_dev_mode: bool = False
@@ -111,6 +114,8 @@ class EngineOptions:
         _at_least("--max-model-len", self.max_model_len, 1)
         _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _at_least("--num-gpu-blocks-override", self.num_gpu_blocks_override, 1)
+        if self.kv_transfer is not None and self.kv_transfer.produces:
+            self.kv_transfer.side_channel_host(self.host)
         if self.shutdown_grace_s < 0:
             raise ConfigError(f"--shutdown-grace {self.shutdown_grace_s} is negative")
 

@@ -16,6 +16,8 @@ from sumibi.core.errors import BadRequest, UnknownModel
 from sumibi.engine.loop import Job
 from sumibi.engine.sequence import SamplingParams
 from sumibi.engine.text import TextOptions
+from sumibi.engine.transfer.config import KVTransferConfig
+from sumibi.engine.transfer.params import KeepRequest, PullRequest, read_params
 from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_body, parse_request
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
@@ -105,6 +107,7 @@ class _Fields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Logprobs | None = None
     return_token_ids: bool | None = None
     stream_options: _StreamOptions | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     # Not supported, see _UNSUPPORTED.
     allowed_token_ids: Any = None
     bad_words: Any = None
@@ -112,7 +115,6 @@ class _Fields(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
-    kv_transfer_params: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     priority: Any = None
@@ -152,7 +154,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "priority": (0,),
@@ -175,9 +176,16 @@ class RequestReader:
     """Reads requests for one served model."""
 
     def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None, *, seed: int
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        seed: int,
+        transfer: KVTransferConfig | None = None,
     ) -> None:
-        """`seed` starts the seeds of requests that bring none."""
+        """`seed` starts the seeds of requests that bring none; `transfer` says what they may ask for."""
+        self._transfer = transfer
         self.model = model
         self.tokenizer = tokenizer
         self._template = template
@@ -195,11 +203,15 @@ class RequestReader:
         _refuse_unsupported(fields)
         self._check_sizes(prompt, prompts, fields)
         params = self._params(prompt, fields)
+        transfer = read_params(fields.kv_transfer_params, self._transfer)
+        if transfer is not None:
+            _check_one(transfer, len(prompts), prompt.n)
         jobs = []
         for token_ids in prompts:
             room = self.model.max_tokens - len(token_ids)
             limit = min(params.max_tokens, room)
-            jobs.append(Job(token_ids, replace(params, max_tokens=limit), prompt.n, prompt.cache_salt))
+            limited = replace(params, max_tokens=limit)
+            jobs.append(Job(token_ids, limited, prompt.n, prompt.cache_salt, transfer))
         return Request(jobs, _text_options(fields), _answer_options(prompt, fields, params))
 
     def tokenize(self, request: PromptRequest, *, at_most: int | None = None) -> list[list[int]]:
@@ -314,6 +326,13 @@ def _refuse_unsupported(fields: "_ChatFields | _CompletionFields") -> None:
         value = getattr(fields, name, None)
         if value is not None and value not in harmless:
             raise BadRequest(f"{name}: not supported by this engine", param=name)
+
+
+def _check_one(transfer: KeepRequest | PullRequest, prompts: int, choices: int) -> None:
+    if prompts > 1:
+        raise BadRequest("kv_transfer_params: only with a single prompt", param="kv_transfer_params")
+    if choices > 1 and isinstance(transfer, KeepRequest):
+        raise BadRequest("kv_transfer_params.do_remote_decode: only with n 1", param="kv_transfer_params")
 
 
 def _or(value: float | int | None, default: Any) -> Any:

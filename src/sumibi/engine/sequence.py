@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sumibi.core.content import content_id
+from sumibi.engine.transfer.tickets import Ticket
 
 
 class FinishReason(StrEnum):
@@ -113,6 +114,8 @@ class Sequence:
     """The same by where they were found: "device", or what a load said."""
     offered_tokens: int = 0
     """Leading tokens that were on the device or on offer from outside when it was last looked."""
+    transfer: Ticket | None = None
+    """If its KV goes to another engine, or comes from one."""
     may_load: bool = True
     """False once a load took too long: then what is missing is computed."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -7,6 +7,8 @@ to be there are null.
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from sumibi.engine.transfer.params import TransferAnswer
+
 
 class PromptTokensDetails(msgspec.Struct):
     """What the prompt's tokens cost."""
@@ -77,6 +79,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -149,6 +152,7 @@ class Chat(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -161,6 +165,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 class ErrorDetail(msgspec.Struct):
