@@ -28,7 +28,7 @@ from sumibi.routing.router import Router
 def test_a_pair_is_taken_where_a_prefill_would_hold_up_those_who_decode():
     lab = fleet()
     busy(lab)
-    assert begin(lab, "r", prompt("r", 1000)) == ("p", "d")
+    assert begin(lab, "r", prompt("r", 1000), max_tokens=128) == ("p", "d")
     made = decision(lab)
     pair = made.picked
     # By hand: the prefill and its price of work; one sequence more in 128 steps of the other answer, at 0.4;

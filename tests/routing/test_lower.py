@@ -304,6 +304,6 @@ def test_a_conversation_is_fetched_elsewhere_where_that_is_quicker_than_to_wait(
     if tiers:
         told.stored(0, p, "POOL")
     if ahead_blocks:
-        assert lab.ask("ahead", prompt("ahead", ahead_blocks * BLOCK)) == "a"
+        assert lab.ask("ahead", prompt("ahead", ahead_blocks * BLOCK), max_tokens=128) == "a"
     lab.up("b", **fields)
-    assert lab.ask("turn", [*p, *prompt("new", BLOCK)]) == expected
+    assert lab.ask("turn", [*p, *prompt("new", BLOCK)], max_tokens=128) == expected

@@ -6,7 +6,7 @@ import pytest
 from routing_lab import BLOCK, MODEL, Lab, prompt
 
 from sumibi.core.latency import LatencyModel
-from sumibi.routing import changes, placing, recency
+from sumibi.routing import changes, fleet, placing, recency
 from sumibi.routing.cost import company_s, price
 from sumibi.routing.events import Dispatch, Signals, Tier
 from sumibi.routing.floors import ROUNDING, Floors, rows
@@ -76,6 +76,7 @@ def always_fresh(monkeypatch):
     monkeypatch.setattr(placing, "STALE_S", -1.0)
     monkeypatch.setattr(placing, "MOST_ORDERED", 0)
     monkeypatch.setattr(changes, "MOST_CHANGES", 100)
+    monkeypatch.setattr(fleet, "UNSEEN_OUTPUT_TOKENS", 20.0)  # the traffic's answers
 
 
 @pytest.mark.parametrize(("seed", "tiers"), [(0, ()), (1, ()), (2, ()), (0, TIERS), (1, TIERS)])

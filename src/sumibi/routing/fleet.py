@@ -22,11 +22,16 @@ HISTORY_BLOCKS = 500_000
 SMALLEST_BLOCK_TOKENS = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
 
+UNSEEN_OUTPUT_TOKENS = 1000.0
+"""What a request is expected to generate before any is over. Long answers are seen last: taken for short ones
+meanwhile, prompts that stay for good would be placed as if nobody decoded beside them for long."""
+
 
 class Model:
     """A model (or adapter) name and the endpoints that serve it."""
 
     __slots__ = (
+        "answers",
         "block_tokens",
         "decisions",
         "endpoints",
@@ -44,7 +49,9 @@ class Model:
         """Tokens of a routing block; None until an endpoint has named its own."""
         self.endpoints: dict[str, Endpoint] = {}
         self.decisions = 0
-        self.output_tokens = 128.0
+        self.answers = 0
+        """Whole answers whose length was told."""
+        self.output_tokens = UNSEEN_OUTPUT_TOKENS
         """Tokens that a request is expected to generate: a running mean."""
         self.returns = ReturnTimes(HISTORY_BLOCKS)
         """After how long its prompts' prefixes are wanted again."""

@@ -205,7 +205,9 @@ def answer(request: Request, attempt: Attempt, model: Model, event: Finished, de
     output = event.output_tokens
     if output is None:
         return
-    model.output_tokens += TYPICAL_RATE * (output - model.output_tokens)
+    model.answers += 1
+    rate = max(TYPICAL_RATE, 1 / (1 + model.answers))  # what was expected at first is one answer among others
+    model.output_tokens += rate * (output - model.output_tokens)
     if output > 1 and request.event.stream and attempt.first_token_t is not None and attempt.current:
         step_s = (event.t - attempt.first_token_t) / (output - 1)
         context = request.event.prompt_tokens + output / 2
