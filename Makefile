@@ -18,7 +18,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer vllm test-vllm bench-engine bench-decide bench-simulator clean
+.PHONY: help up down demo setup test lint newcomer vllm test-vllm bench-engine bench-decide bench-simulator bench-directions bench-evictions clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -61,6 +61,12 @@ bench-decide: $(VENV)/installed-dev setup  ## what a decision and the index unde
 bench-simulator: $(VENV)/installed-dev setup  ## is the simulator right (a published ladder, a live run) and fast
 	@$(BIN)/python -m benchmarks.simulator; ladder=$$?; \
 	  $(BIN)/python -m benchmarks.simulator.live && exit $$ladder
+
+bench-directions: $(VENV)/installed-dev  ## tiers and P/D, simulated: do published directions hold, and do the controls lose
+	@$(BIN)/python -m benchmarks.directions
+
+bench-evictions: $(VENV)/installed-dev  ## which block a tier should let go of: LRU, Belady and what is between
+	@$(BIN)/python -m benchmarks.tiers.evictions
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -114,7 +114,7 @@ def _cores(half: int | None) -> str:
 def engines(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """Two engines, half of the cores each, in float32.
 
-    Without NIXL: its progress thread never sleeps and takes half of an engine's only core.
+    Without NIXL: with it one thread never sleeps and takes half of an engine's only core.
     """
     more = ["--enable-scale-out", "--trust-request-chat-template"]
     more += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
