@@ -134,6 +134,11 @@ async def test_models_and_health_come_from_the_engines(lab):
         (CHAT, None, b'{"model": "test-model", ', 400, "invalid_request_error", None),
         (CHAT, None, chat(messages="hello"), 400, "invalid_request_error", "messages"),
         (CHAT, None, chat(max_tokens=-1), 400, "invalid_request_error", "max_tokens"),
+        (
+            *(CHAT, None, chat(kv_transfer_params={"remote_host": "10.0.0.1"})),
+            *(400, "invalid_request_error", "kv_transfer_params"),
+        ),
+        (CHAT, None, chat(bootstrap_host="10.0.0.1"), 400, "invalid_request_error", "bootstrap_host"),
         (CHAT, "GET", None, 405, "method_not_allowed", None),
         ("/v1/models", "DELETE", None, 405, "method_not_allowed", None),
         ("/v2/anything", "POST", {}, 404, "not_found", None),

@@ -103,6 +103,11 @@ class App:
             tenant = self._tenants.of(request.named.get(b"authorization"))
             terms = terms_of(request.named, tenant, self._objectives)
             asked = parse_request(path, request.body)
+            if asked.transfer:  # with it a client could have engines connect to wherever it likes
+                raise BadRequest(
+                    f"{asked.transfer}: the gateway decides where KV comes from; leave it out",
+                    param=asked.transfer,
+                )
             reader = self._reader(asked)
             prompt = reader.read(asked, request.body_bytes)
         except BadRequest as error:

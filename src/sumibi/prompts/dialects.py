@@ -55,6 +55,8 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     opaque: str = ""
     """The field that makes the prompt's tokens unknowable here (it names a template of the client's own,
     or cuts the prompt to a length); empty if there is none."""
+    transfer: str = ""
+    """The field with which the client itself says where KV is to come from; empty if there is none."""
     stream: bool = False
     include_usage: bool = False
     """`stream_options.include_usage`: the client wants usage in the stream."""
@@ -147,6 +149,8 @@ class _View(msgspec.Struct, kw_only=True):
     n: Positive | None = None
     cache_salt: NonEmpty | None = None
     truncate_prompt_tokens: int | None = None
+    kv_transfer_params: Raw = Raw()
+    bootstrap_host: Raw = Raw()
 
 
 class _ChatView(_View, kw_only=True):
@@ -199,11 +203,22 @@ def _chat(view: _ChatView) -> PromptRequest:
         add_special_tokens=view.add_special_tokens,
         cache_salt=view.cache_salt or "",
         opaque="chat_template" if view.chat_template is not None else _truncation(view),
+        transfer=_transfer(view),
         stream=bool(view.stream),
         include_usage=_include_usage(view),
         n=view.n or 1,
         max_tokens=limit if limit is not None else view.max_tokens,
     )
+
+
+def _transfer(view: _View) -> str:
+    for name, value in (
+        ("kv_transfer_params", view.kv_transfer_params),
+        ("bootstrap_host", view.bootstrap_host),
+    ):
+        if bytes(value) not in (b"", b"null"):
+            return name
+    return ""
 
 
 def _given(tools: Raw) -> Raw | None:
@@ -242,6 +257,7 @@ def _completion(view: _CompletionView) -> PromptRequest:
         add_special_tokens=view.add_special_tokens,
         cache_salt=view.cache_salt or "",
         opaque=_truncation(view),
+        transfer=_transfer(view),
         stream=bool(view.stream),
         include_usage=_include_usage(view),
         n=view.n or 1,
