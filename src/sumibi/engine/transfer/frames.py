@@ -176,7 +176,7 @@ class Channel:
         self.receive_into(memoryview(body))
         try:
             frame = _decoders[number].decode(body)
-        except msgspec.MsgspecError as cause:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
             raise TransferError("protocol", f"a frame cannot be read: {cause}") from cause
         if isinstance(frame, Refused) and Refused not in kinds:
             raise TransferError(frame.reason, f"the peer refuses: {frame.text}")

@@ -147,7 +147,7 @@ def _connect(request: PullRequest, deadline_s: float) -> socket.socket:
     left_s = max(0.01, min(_NOTIFY_S * 2, deadline_s - time.monotonic()))
     try:
         connection = socket.create_connection((request.host, request.port), left_s)
-    except OSError as cause:
+    except (OSError, ValueError) as cause:  # ValueError: a name that cannot be one, such as "a..b"
         raise TransferError(
             "unreachable", f"{request.host}:{request.port} cannot be reached ({cause})"
         ) from cause

@@ -167,7 +167,7 @@ class SideChannel:
 
     def _answer(self, channel: Channel, pull: Pull, slots: Slots | None) -> None:
         now_s = time.monotonic()
-        until_s = now_s + min(max(pull.wait_s, 0.0), self._timeout_s)
+        until_s = now_s + min(max(0.0, pull.wait_s), self._timeout_s)  # in this order NaN is 0
         channel.deadline_s = now_s + self._timeout_s
         try:
             self._send_blocks(channel, pull, slots, until_s)
