@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,8 @@ import psutil
 import pytest
 
 from sumibi.core.errors import EnvironmentProblem
+from sumibi.engine.transfer.config import parse_kv_transfer
+from sumibi.gateway.options import engine_options
 from sumibi.local import runfile
 from sumibi.local.plan import ChildPlan, StackPlan, plan_stack, share_cores
 from sumibi.local.runfile import ChildState, RunRecord
@@ -272,6 +275,47 @@ def test_tiers_reach_the_engines_each_with_a_directory_of_its_own_on_disk(tmp_pa
     ]
     without = plan_stack(load_stack(), model_dir="tiny", state_dir=tmp_path, cores=[0])
     assert "--kv-tiers" not in without.children[0].argv
+
+
+@pytest.mark.parametrize(("connector", "kv_connector"), [("stream", "stream"), ("nixlv2", "NixlConnector")])
+def test_roles_and_side_channels_reach_gateway_and_engines(tmp_path, connector, kv_connector):
+    engines = {"count": 1, "prefill": 1, "decode": 1, "connector": connector}
+    plan = plan_stack(
+        load_stack(None, {("engines",): engines}), model_dir="tiny", state_dir=tmp_path, cores=[0, 1, 2]
+    )
+    *replicas, door = plan.children
+    told = [parse_kv_transfer(child.argv[child.argv.index("--kv-transfer-config") + 1]) for child in replicas]
+    assert {one.kv_connector for one in told} == {kv_connector}
+    assert [one.kv_role for one in told] == ["kv_both", "kv_producer", "kv_consumer"]
+    extras = [one.kv_connector_extra_config for one in told]
+    assert [(extra.host, extra.port) for extra in extras] == [
+        ("127.0.0.1", 8004),
+        ("127.0.0.1", 8005),
+        ("127.0.0.1", 0),
+    ]
+    words = [word for before, word in pairwise(door.argv) if before == "--engine"]
+    assert [(one.url[-4:], one.role, one.connector, one.kv_port) for one in engine_options(words)] == [
+        ("8001", "both", connector, 8004),
+        ("8002", "prefill", connector, 8005),
+        ("8003", "decode", connector, None),
+    ]
+
+
+def test_without_pools_nobody_hears_of_roles(tmp_path):
+    plan = plan_stack(load_stack(), model_dir="tiny", state_dir=tmp_path, cores=[0, 1])
+    words = " ".join(word for child in plan.children for word in child.argv)
+    assert "--kv-transfer-config" not in words
+    assert "role=" not in words
+
+
+def test_a_side_channel_s_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engines = {"count": 0, "prefill": 1, "decode": 1, "first_port": port - 2}
+        said = taken_ports(load_stack(None, {("engines",): engines}))
+    assert f"127.0.0.1:{port} (Address already in use): change engines.first_port" in " ".join(said)
 
 
 def test_a_state_directory_too_deep_for_sockets_is_refused():

@@ -1,6 +1,7 @@
 """The stack file: defaults, and errors that name file, line, key and what is allowed."""
 
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -9,7 +10,8 @@ from sumibi.core.errors import ConfigError
 from sumibi.engine import fetch
 from sumibi.routing import policies
 from sumibi.routing.config import RouterConfig
-from sumibi.stack import DEFAULT_MODEL, POLICIES, Stack, known_keys, load_stack
+from sumibi.routing.events import Role as RouterRole
+from sumibi.stack import DEFAULT_MODEL, POLICIES, Role, Stack, known_keys, load_stack
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -52,13 +54,33 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
             "model: tiny\nengines:\n  count: two\n",
             "line 3: engines.count is 'two': input should be a valid integer",
         ),
-        ("engines:\n  count: 0\n", "line 2: engines.count is 0: input should be greater than or equal to 1"),
+        (
+            "engines:\n  count: 0\n",
+            "line 2: engines.count is 0: no replica would answer: set it, or engines.decode, to 1 or more",
+        ),
+        ("engines:\n  count: -1\n", "engines.count is -1: input should be greater than or equal to 0"),
+        (
+            "engines:\n  count: 1\n  prefill: 2\n",
+            "line 3: engines.prefill is 2: its prompts go on at decode replicas: set engines.decode to 1",
+        ),
+        (
+            "engines:\n  connector: sglang\n",
+            "line 2: engines.connector is 'sglang': input should be 'stream' or 'nixlv2'",
+        ),
+        (
+            "engines: {count: 0, prefill: 1, decode: 1}\ngateway: {admin_port: 8003}\n",
+            "engines.first_port and gateway.admin_port both take port 8003",
+        ),
+        (
+            "engines: {prefill: 1, decode: 1, first_port: 65532}\n",
+            "engines.first_port leads to port 65536: 65535 is the last",
+        ),
         ("gateway:\n  port: 70000\n", "gateway.port is 70000: input should be less than or equal to 65535"),
         (
             "gateway:\n  policy: nearest\n",
             "gateway.policy is 'nearest': input should be 'cost', 'round-robin', 'random',",
         ),
-        ("engines: 2\n", "line 1: engines is 2: it must be a mapping (count, cores_each, first_port,"),
+        ("engines: 2\n", "line 1: engines is 2: it must be a mapping (count, prefill, decode, connector,"),
         ("gateway:\n  port: 8002\n", "engines.first_port and gateway.port both take port 8002"),
         ("engines:\n  first_port: 65535\n", "engines.first_port leads to port 65536: 65535 is the last"),
         (
@@ -107,6 +129,26 @@ def test_a_wrong_flag_is_blamed_on_the_command_line(tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"cannot read the stack file nowhere\.yaml"):
         load_stack(Path("nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("engines", "roles", "side"),
+    [
+        ({}, ["both", "both"], []),
+        ({"count": 0, "prefill": 2, "decode": 1}, ["prefill", "prefill", "decode"], [8004, 8005]),
+        ({"count": 1, "prefill": 1, "decode": 1}, ["both", "prefill", "decode"], [8004, 8005]),
+        ({"count": 0, "decode": 1}, ["decode"], []),
+    ],
+)
+def test_replicas_that_hand_kv_over_have_a_second_port_behind_the_http_ports(engines, roles, side):
+    stack = load_stack(None, {("engines",): engines})
+    assert stack.engines.roles == roles
+    assert stack.engine_ports == [8001 + n for n in range(len(roles))]
+    assert stack.side_ports == side
+
+
+def test_roles_are_the_router_s():
+    assert list(get_args(Role)) == list(RouterRole)
 
 
 def test_every_policy_of_the_router_may_be_named():

@@ -211,7 +211,7 @@ def check_ports() -> Check:
     except SumibiError as cause:
         return Check("stack file", Verdict.PROBLEM, str(cause), "correct it (docs/stack-file.md)")
     taken = taken_ports(stack)
-    ports = (stack.gateway.port, stack.gateway.admin_port, *stack.engine_ports)
+    ports = (stack.gateway.port, stack.gateway.admin_port, *stack.engine_ports, *stack.side_ports)
     if not taken:
         return _ok("ports", f"free: {', '.join(map(str, ports))}")
     return Check("ports", Verdict.PROBLEM, "; ".join(taken), "stop what listens there, or change the key")

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from sumibi.core.errors import ConfigError
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
@@ -37,6 +37,7 @@ Policy = Literal[
     "dynamo-kv",
     "dynamo-kv-agentic",
 ]
+Role = Literal["both", "prefill", "decode"]
 KeyPath = tuple[str, ...]
 ANY_KEY = "*"
 
@@ -89,12 +90,22 @@ class Tiers(_Part):
 
 
 class Engines(_Part):
-    """The embedded engine's replicas: all alike, one process each."""
+    """The embedded engine's replicas: alike but for their roles, one process each."""
 
-    count: int = Field(default=2, ge=1, le=64, description="replicas")
+    count: int = Field(default=2, ge=0, le=64, description="replicas that do whole runs")
+    prefill: int = Field(default=0, ge=0, le=64, description="replicas that only compute prompts")
+    decode: int = Field(
+        default=0, ge=0, le=64, description="replicas that go on from prompts computed on others"
+    )
+    connector: Literal["stream", "nixlv2"] = Field(
+        default="stream", description="how KV goes from one to another, if there is prefill or decode"
+    )
     cores_each: int = Field(default=1, ge=1, description="CPU cores pinned to a replica")
     first_port: int = Field(
-        default=8001, ge=1, le=65535, description="the first replica's port; the others follow"
+        default=8001,
+        ge=1,
+        le=65535,
+        description="the first replica's port; the others follow, then the ports of their side channels",
     )
     kv_blocks: int = Field(default=512, ge=2, description="KV blocks of a replica")
     block_tokens: int = Field(default=DEFAULT_BLOCK_TOKENS, ge=1, le=1024, description="tokens of a KV block")
@@ -105,6 +116,32 @@ class Engines(_Part):
         default=None, ge=1, description="tokens of prompt + output of one request; null: the checkpoint's"
     )
     tiers: Tiers = Field(default_factory=Tiers, description="KV below the device")
+
+    @model_validator(mode="after")
+    def _somebody_decodes(self) -> "Engines":
+        if self.prefill and not self.decode:
+            raise _wrong(
+                "prefill",
+                self.prefill,
+                "its prompts go on at decode replicas: set engines.decode to 1 or more",
+            )
+        if not self.count and not self.decode:
+            raise _wrong(
+                "count", self.count, "no replica would answer: set it, or engines.decode, to 1 or more"
+            )
+        return self
+
+    @property
+    def roles(self) -> list[Role]:
+        """Of each replica in order; those that have side channels come first."""
+        counts: dict[Role, int] = {"both": self.count, "prefill": self.prefill, "decode": self.decode}
+        return [role for role, count in counts.items() for _ in range(count)]
+
+
+def _wrong(key: str, value: object, problem: str) -> ValidationError:
+    """A value that is wrong beside others, reported like one that is wrong by itself."""
+    error = PydanticCustomError("beside_others", "{problem}", {"problem": problem})
+    return ValidationError.from_exception_data("Engines", [{"type": error, "loc": (key,), "input": value}])
 
 
 class Band(_Part):
@@ -170,7 +207,7 @@ class Stack(_Part):
     def _ports_differ(self) -> "Stack":
         taken = {self.gateway.port: "gateway.port"}
         others = [(self.gateway.admin_port, "gateway.admin_port")]
-        others += [(port, "engines.first_port") for port in self.engine_ports]
+        others += [(port, "engines.first_port") for port in (*self.engine_ports, *self.side_ports)]
         for port, key in others:
             if port in taken:
                 raise ValueError(f"{key} and {taken[port]} both take port {port}")
@@ -182,7 +219,15 @@ class Stack(_Part):
     @property
     def engine_ports(self) -> list[int]:
         """The replicas' HTTP ports, in order."""
-        return list(range(self.engines.first_port, self.engines.first_port + self.engines.count))
+        return list(range(self.engines.first_port, self.engines.first_port + len(self.engines.roles)))
+
+    @property
+    def side_ports(self) -> list[int]:
+        """Where the first replicas hand KV over, behind the HTTP ports; none if all do whole runs."""
+        engines = self.engines
+        first = engines.first_port + len(engines.roles)
+        pools = engines.prefill or engines.decode
+        return list(range(first, first + engines.count + engines.prefill)) if pools else []
 
 
 POLICIES: tuple[str, ...] = get_args(Policy)

@@ -12,12 +12,16 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sumibi.core.errors import EnvironmentProblem
-from sumibi.stack import Band, Stack
+from sumibi.stack import Band, Role, Stack
 
 SOCKET_PATH_LIMIT_BYTES = 107
 """sizeof(sockaddr_un.sun_path) - 1 on Linux."""
+_CONNECTORS = {"stream": "stream", "nixlv2": "NixlConnector"}
+_KV_ROLES: dict[Role, str] = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
+"""Roles, as vLLM's `kv_role` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,12 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
     Raises EnvironmentProblem if the state directory's path is too long for a Unix socket.
     """
     model = Path(model_dir).name
-    shares, notes = share_cores(stack.engines.count, stack.engines.cores_each, cores)
+    shares, notes = share_cores(len(stack.engine_ports), stack.engines.cores_each, cores)
     engines = [
         _engine(stack, index, port, shares[index], model, model_dir, state_dir)
         for index, port in enumerate(stack.engine_ports)
     ]
     gateway = stack.gateway
-    urls = [f"http://127.0.0.1:{port}" for port in stack.engine_ports]
     door = ChildPlan(
         name="gateway",
         argv=[
@@ -71,7 +74,7 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
             *("--hold-above", "none" if gateway.hold_above_s is None else str(gateway.hold_above_s)),
             *("--band", _band("other", gateway.other_bands)),
             *(part for p in gateway.bands for part in ("--band", _band(str(p), gateway.band(p)))),
-            *(part for url in urls for part in ("--engine", url)),
+            *(part for index in range(len(engines)) for part in ("--engine", _told(stack, index))),
             *(("--tokenizer", model_dir) if Path(model_dir).is_dir() else ()),
         ],
         # Admin key and usage log lie in the same directory as everything else of this stack.
@@ -108,6 +111,7 @@ def _engine(
 ) -> ChildPlan:
     engines = stack.engines
     tiers = engines.tiers.config(index)
+    transfer = _transfer(stack, index)
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -126,11 +130,36 @@ def _engine(
             *(() if engines.max_model_len is None else ("--max-model-len", str(engines.max_model_len))),
             *("--kv-events-config", json.dumps(events)),
             *(() if tiers is None else ("--kv-tiers", json.dumps(tiers))),
+            *(() if transfer is None else ("--kv-transfer-config", json.dumps(transfer))),
         ],
         env={"OMP_NUM_THREADS": str(len(cores))},
         cores=cores,
         health_url=f"http://127.0.0.1:{port}/health",
     )
+
+
+def _told(stack: Stack, index: int) -> str:
+    """A replica as `sumibi serve --engine` is told of it; its role only where roles differ."""
+    engines = stack.engines
+    words = [f"http://127.0.0.1:{stack.engine_ports[index]}"]
+    if stack.side_ports:
+        words += [f"role={engines.roles[index]}", f"connector={engines.connector}"]
+        words += [f"kv_port={port}" for port in stack.side_ports[index : index + 1]]
+    return ",".join(words)
+
+
+def _transfer(stack: Stack, index: int) -> dict[str, Any] | None:
+    """What `sumibi engine --kv-transfer-config` is told; None: all replicas do whole runs."""
+    if not (stack.engines.prefill or stack.engines.decode):
+        return None
+    extra: dict[str, Any] = {"host": "127.0.0.1"}
+    if index < len(stack.side_ports):
+        extra["port"] = stack.side_ports[index]
+    return {
+        "kv_connector": _CONNECTORS[stack.engines.connector],
+        "kv_role": _KV_ROLES[stack.engines.roles[index]],
+        "kv_connector_extra_config": extra,
+    }
 
 
 def _band(priority: str, band: Band) -> str:

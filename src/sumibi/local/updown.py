@@ -88,8 +88,8 @@ def up(stack: Stack, state_dir: Path, report: Report, *, tied: bool = False) -> 
         record = _follow(state_dir, report, lambda: supervisor.poll() is None)
         wait_for_fleet(
             Admin.of(state_dir, record.admin_url),
-            stack.engines.count,
-            lambda known: report("gateway", f"knows {known} of {stack.engines.count} replicas", None),
+            len(stack.engine_ports),
+            lambda known: report("gateway", f"knows {known} of {len(stack.engine_ports)} replicas", None),
         )
     except BaseException:
         supervisor.send_signal(signal.SIGTERM)
@@ -141,7 +141,8 @@ def taken_ports(stack: Stack) -> list[str]:
     gateway = stack.gateway
     wanted = [(gateway.host, gateway.port, "gateway.port", "--port")]
     wanted.append(("127.0.0.1", gateway.admin_port, "gateway.admin_port", "--admin-port"))
-    wanted += [("127.0.0.1", port, "engines.first_port", "--engine-port") for port in stack.engine_ports]
+    of_engines = (*stack.engine_ports, *stack.side_ports)
+    wanted += [("127.0.0.1", port, "engines.first_port", "--engine-port") for port in of_engines]
     sentences = []
     for host, port, key, flag in wanted:
         problem = _bind_problem(host, port)
