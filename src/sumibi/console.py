@@ -156,7 +156,9 @@ def _table(*columns: str) -> "Table":
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD)
-    for column in columns:
+    first, *others = columns
+    table.add_column(first, no_wrap=True)  # a name cut off names nobody; where it is narrow, others wrap
+    for column in others:
         table.add_column(column)
     return table
 
