@@ -185,19 +185,27 @@ def test_a_peer_that_takes_connections_and_says_nothing(both, served, token_ids)
     both.idle()
 
 
-def test_a_peer_that_answers_rubbish(both, served, token_ids):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "protocol"),
+        # {"reason": "xyz", "text": ""}: whatever a peer makes up is one label
+        (b"SKVT\x01\x02\x00\x00\x00\x12\x82\xa6reason\xa3xyz\xa4text\xa0", "refused"),
+    ],
+)
+def test_a_peer_that_answers_rubbish(both, served, token_ids, words, reason):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def babble():
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.sendall(words)
                 connection.recv(1 << 16)
 
         babbler = threading.Thread(target=babble)
         babbler.start()
         params = both.prefill(token_ids)["kv_transfer_params"]
-        why = failures(both.d, "protocol")
+        why = failures(both.d, reason)
         wrong = params | {"remote_port": server.getsockname()[1]}
         assert chosen(both.decode(token_ids, wrong, **ASK)) == served.tokens(token_ids, **ASK)
         assert why.risen == 1

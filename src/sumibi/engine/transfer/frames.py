@@ -23,6 +23,10 @@ MAX_BODY_BYTES = 1 << 20
 """A pull of 60,000 blocks; nothing else is nearly as long."""
 _HEAD = struct.Struct(">4sBBI")
 _MAGIC = b"SKVT"
+_REFUSALS = frozenset(
+    ("namespace", "engine", "unknown", "content", "expired", "released", "aborted", "stopped")
+)
+_MAX_TEXT = 500
 _SLICE_S = 0.2
 """How often a wait looks whether it is still wanted."""
 
@@ -179,7 +183,9 @@ class Channel:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
             raise TransferError("protocol", f"a frame cannot be read: {cause}") from cause
         if isinstance(frame, Refused) and Refused not in kinds:
-            raise TransferError(frame.reason, f"the peer refuses: {frame.text}")
+            # A reason becomes a metric's label: a peer must not be able to make new ones.
+            reason = frame.reason if frame.reason in _REFUSALS else "refused"
+            raise TransferError(reason, f"the peer refuses: {frame.text[:_MAX_TEXT]}")
         if not isinstance(frame, kinds):
             raise TransferError("protocol", f"unexpected frame {type(frame).__name__}")
         return frame
