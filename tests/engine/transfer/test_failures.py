@@ -29,8 +29,8 @@ def both(make_served, make_config, make_pair):
 
 @pytest.fixture(scope="module")
 def hasty(make_served, make_config, both, make_pair):
-    """P's leases last half a second."""
-    with make_served(kv_transfer=make_config(kv_lease_duration=0.5)) as p:
+    """P's leases last 0.8 s."""
+    with make_served(kv_transfer=make_config(kv_lease_duration=0.8)) as p:
         yield make_pair(p, both.d)
 
 
@@ -235,7 +235,7 @@ def test_signs_of_life_keep_a_lease(hasty, token_ids, eventually):
     params = hasty.prefill(token_ids)["kv_transfer_params"]
     channel = greeted(hasty.p)
     with channel.socket:
-        for _ in range(8):  # 0.8 s: longer than the lease
+        for _ in range(10):  # 1 s: longer than the lease
             channel.send(Beat([params["remote_request_id"], "somebody-else"]))
             channel.receive(frames.End)
             time.sleep(0.1)
