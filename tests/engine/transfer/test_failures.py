@@ -11,7 +11,7 @@ import pytest
 from sumibi.engine.transfer import frames
 from sumibi.engine.transfer.frames import Beat, Channel, Hello, Pull, Release, Taken, TransferError, Welcome
 
-SEEDS = iter(range(2000, 3000))
+SEEDS = iter(range(101, 250))  # others than in test_pairs: engines are shared, caches too
 TOKENS = 200
 """Of a prompt: seven blocks, the last partial."""
 ASK = {"max_tokens": 8, "ignore_eos": True}
