@@ -80,11 +80,12 @@ class Pair:
     def idle(self, within_s=5.0):
         """Wait until nobody holds a block on either side, and check the books of both."""
         for engine in (self.p, self.d):
+            inside = engine.door.engine
+            # An abort may not have reached the step thread yet, and with it what was promised to a peer.
+            wait_until(lambda inside=inside: len(inside.transfers._offers) == 0, within_s)
             wait_until(lambda engine=engine: held(engine) == 0, within_s)
-            scheduler = engine.door.engine._scheduler
-            scheduler.check_integrity()
-            assert scheduler.loads == []
-            assert len(engine.door.engine.transfers._offers) == 0
+            inside._scheduler.check_integrity()
+            assert inside._scheduler.loads == []
 
 
 def held(engine):
