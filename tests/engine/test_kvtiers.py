@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from sumibi.core.content import content_id, content_root
+from sumibi.core.kvevents import BlockRemoved, BlockStored
+from sumibi.engine import kvtiers
 from sumibi.engine.blocks import wire_hash
 from sumibi.tiers import TiersConfig
 
@@ -164,35 +166,67 @@ def test_other_weights_never_meet_in_a_shared_directory(make_served, tmp_path):
         assert ask(other, PROMPT)[2]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+def published_by(engine):
+    """The list to which all its KV events are added."""
+    published = []
+    sink = engine.door.tiers._events
+    publish = sink.publish
+    sink.publish = lambda ts, events: (published.extend(events), publish(ts, events))
+    return published
+
+
+def in_host(published, kind):
+    """Events of one kind about host memory."""
+    return [event for event in published if isinstance(event, kind) and event.medium == "CPU"]
+
+
+def hashes_of(events):
+    return [name for event in events for name in event.block_hashes]
+
+
+def chain_of(engine, tokens):
+    chain = [content_root(engine.door.engine._namespace)]
+    for start in range(0, len(tokens) // 32 * 32, 32):
+        chain.append(content_id(chain[-1], tokens[start : start + 32]))
+    return [wire_hash(each) for each in chain[1:]]
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_events_tell_what_lies_below_with_its_tokens_and_what_left_it(make_served):
     with make_served(kv_tiers=tiers(host_bytes="64MiB")) as engine:
-        published = []
-        sink = engine.door.tiers._events
-        publish = sink.publish
-        sink.publish = lambda ts, events: (published.extend(events), publish(ts, events))
+        published = published_by(engine)
         ask(engine, PROMPT)
         settle(engine)
-        deadline = time.monotonic() + 10
-        while sum(len(e.block_hashes) for e in published if e.medium == "CPU") < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        stored = [event for event in published if event.medium == "CPU"]
-        namespace = engine.door.engine._namespace
-        chain = [content_root(namespace)]
-        for index in range(4):
-            chain.append(content_id(chain[-1], PROMPT[32 * index : 32 * index + 32]))
-        assert [h for event in stored for h in event.block_hashes] == [wire_hash(each) for each in chain[1:]]
+        eventually(lambda: len(hashes_of(in_host(published, BlockStored))) >= 4)
+        stored = in_host(published, BlockStored)
+        assert hashes_of(stored) == chain_of(engine, PROMPT)
         assert [t for event in stored for t in event.token_ids] == PROMPT[:128]
         assert stored[0].parent_block_hash is None
-        published.clear()
         reset(engine, "?reset_external=true")
-        deadline = time.monotonic() + 10
-        removed = []
-        while len(removed) < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-            removed = [h for e in published if getattr(e, "medium", None) == "CPU" for h in e.block_hashes]
-        assert set(removed) == {wire_hash(each) for each in chain[1:]}
+        eventually(lambda: len(hashes_of(in_host(published, BlockRemoved))) >= 4)
+        assert set(hashes_of(in_host(published, BlockRemoved))) == set(chain_of(engine, PROMPT))
+
+
+def test_what_was_announced_is_taken_back_although_its_tokens_are_forgotten(make_served, monkeypatch):
+    monkeypatch.setattr(kvtiers, "_REMEMBERED", 4)
+    with make_served(kv_tiers=tiers(host_bytes="64MiB")) as engine:
+        published = published_by(engine)
+        ask(engine, PROMPT)
+        settle(engine)
+        eventually(lambda: len(hashes_of(in_host(published, BlockStored))) >= 4)
+        ask(engine, OTHERS[0])
+        settle(engine)
+        reset(engine, "?reset_external=true")
+        announced = hashes_of(in_host(published, BlockStored))
+        assert set(chain_of(engine, PROMPT)) <= set(announced)
+        eventually(lambda: len(hashes_of(in_host(published, BlockRemoved))) >= len(announced))
+        assert sorted(hashes_of(in_host(published, BlockRemoved))) == sorted(announced)
 
 
 def test_the_engine_says_what_tiers_it_has(make_served, tmp_path):

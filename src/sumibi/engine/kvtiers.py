@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, Full, Queue
 
 from sumibi.core.kvevents import BlockRemoved, BlockStored, KVEvent
@@ -38,7 +38,8 @@ _BATCH = 16
 _PINNED_SHARE = 0.125
 _EVENTS_EVERY_S = 0.25
 _REMEMBERED = 1 << 17
-"""Blocks whose tokens are kept for events; the oldest go first and are then not announced."""
+"""Blocks whose tokens are kept for events; the oldest go first and are then not announced any more. That
+one which was announced is gone is told without them."""
 _SETTLE_S = 10.0
 
 
@@ -49,8 +50,6 @@ class _Told:
     parent: bytes | None
     token_ids: list[int]
     salt: str
-    tiers: set[Tier] = field(default_factory=set)
-    """Where it was announced."""
 
 
 @dataclass(slots=True)
@@ -79,6 +78,8 @@ class TierLink:
         """Blocks not copied down because too many waited."""
         self._lock = threading.Lock()
         self._told: OrderedDict[bytes, _Told] = OrderedDict()
+        # Where blocks are, as published or without: no more of them than the tiers hold.
+        self._announced: dict[bytes, set[Tier]] = {}
         self._untold: dict[bytes, set[Tier]] = {}
         self._loaders = ThreadPoolExecutor(_LOADERS, "kv-load")
         self._local = threading.local()
@@ -272,12 +273,12 @@ class TierLink:
 
     def _stored(self, change: TierEvent, events: list[KVEvent]) -> None:
         told = self._told.get(change.content_id)
+        if change.tier in self._announced.get(change.content_id, ()):
+            return
         if told is None:
             self._untold.setdefault(change.content_id, set()).add(change.tier)
             return
-        if change.tier in told.tiers:
-            return
-        told.tiers.add(change.tier)
+        self._announced.setdefault(change.content_id, set()).add(change.tier)
         name = wire_hash(change.content_id)
         parent = None if told.parent is None else wire_hash(told.parent)
         last = events[-1] if events else None
@@ -303,20 +304,25 @@ class TierLink:
         )
 
     def _removed(self, change: TierEvent, events: list[KVEvent]) -> None:
-        untold = self._untold.get(change.content_id)
-        if untold is not None:
-            untold.discard(change.tier)
-            if not untold:
-                del self._untold[change.content_id]
-        told = self._told.get(change.content_id)
-        if told is None or change.tier not in told.tiers:
+        _forget(self._untold, change)
+        if not _forget(self._announced, change):
             return
-        told.tiers.discard(change.tier)
-        if not told.tiers:
-            del self._told[change.content_id]
+        if change.content_id not in self._announced:
+            self._told.pop(change.content_id, None)
         name = wire_hash(change.content_id)
         last = events[-1] if events else None
         if isinstance(last, BlockRemoved) and last.medium == change.medium:
             last.block_hashes.append(name)
         else:
             events.append(BlockRemoved(block_hashes=[name], medium=change.medium, group_idx=0))
+
+
+def _forget(places: dict[bytes, set[Tier]], change: TierEvent) -> bool:
+    """Take a block's tier out of `places`; False if it was not there."""
+    tiers = places.get(change.content_id)
+    if tiers is None or change.tier not in tiers:
+        return False
+    tiers.discard(change.tier)
+    if not tiers:
+        del places[change.content_id]
+    return True
