@@ -37,6 +37,9 @@ print("cores", sorted(os.sched_getaffinity(0)), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
+STATE = Path("/run/user/1000/sumibi")
+"""For plans, which write nothing: sockets must fit however long the way to a test's own directory is."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -235,16 +238,16 @@ def test_each_replica_has_cores_of_its_own_while_there_are_enough(replicas, each
     assert bool(notes) == (replicas * each > len(cores))
 
 
-def test_the_plan_runs_the_commands_a_user_would_type(tmp_path):
+def test_the_plan_runs_the_commands_a_user_would_type():
     gateway = {"policy": "round-robin", "objectives": {"critical": 100, "batch": -10}}
     stack = load_stack(None, {("engines", "kv_blocks"): 225, ("gateway",): gateway})
-    plan = plan_stack(stack, model_dir="/models/smollm2", state_dir=tmp_path, cores=[0, 1])
+    plan = plan_stack(stack, model_dir="/models/smollm2", state_dir=STATE, cores=[0, 1])
     engine, _, door = plan.children
     assert engine.argv[1:4] == ["-m", "sumibi", "engine"]
     assert engine.argv[engine.argv.index("--kv-blocks") + 1] == "225"
     assert engine.env["OMP_NUM_THREADS"] == "1"
     events = json.loads(engine.argv[engine.argv.index("--kv-events-config") + 1])
-    assert events["endpoint"] == f"ipc://{tmp_path}/kv-0.sock"
+    assert events["endpoint"] == f"ipc://{STATE}/kv-0.sock"
     assert door.argv.count("--engine") == 2
     assert door.argv[door.argv.index("--policy") + 1] == "round-robin"
     at = door.argv.index("--objective")
@@ -259,7 +262,7 @@ def test_tiers_reach_the_engines_each_with_a_directory_of_its_own_on_disk(tmp_pa
         "store": {"url": "s3://b/kv"},
     }
     stack = load_stack(None, {("engines", "tiers"): tiers})
-    plan = plan_stack(stack, model_dir="tiny", state_dir=tmp_path, cores=[0, 1])
+    plan = plan_stack(stack, model_dir="tiny", state_dir=STATE, cores=[0, 1])
     told = [
         json.loads(child.argv[child.argv.index("--kv-tiers") + 1])
         for child in plan.children
@@ -273,15 +276,15 @@ def test_tiers_reach_the_engines_each_with_a_directory_of_its_own_on_disk(tmp_pa
         }
         for replica in range(2)
     ]
-    without = plan_stack(load_stack(), model_dir="tiny", state_dir=tmp_path, cores=[0])
+    without = plan_stack(load_stack(), model_dir="tiny", state_dir=STATE, cores=[0])
     assert "--kv-tiers" not in without.children[0].argv
 
 
 @pytest.mark.parametrize(("connector", "kv_connector"), [("stream", "stream"), ("nixlv2", "NixlConnector")])
-def test_roles_and_side_channels_reach_gateway_and_engines(tmp_path, connector, kv_connector):
+def test_roles_and_side_channels_reach_gateway_and_engines(connector, kv_connector):
     engines = {"count": 1, "prefill": 1, "decode": 1, "connector": connector}
     plan = plan_stack(
-        load_stack(None, {("engines",): engines}), model_dir="tiny", state_dir=tmp_path, cores=[0, 1, 2]
+        load_stack(None, {("engines",): engines}), model_dir="tiny", state_dir=STATE, cores=[0, 1, 2]
     )
     *replicas, door = plan.children
     told = [parse_kv_transfer(child.argv[child.argv.index("--kv-transfer-config") + 1]) for child in replicas]
@@ -301,8 +304,8 @@ def test_roles_and_side_channels_reach_gateway_and_engines(tmp_path, connector, 
     ]
 
 
-def test_without_pools_nobody_hears_of_roles(tmp_path):
-    plan = plan_stack(load_stack(), model_dir="tiny", state_dir=tmp_path, cores=[0, 1])
+def test_without_pools_nobody_hears_of_roles():
+    plan = plan_stack(load_stack(), model_dir="tiny", state_dir=STATE, cores=[0, 1])
     words = " ".join(word for child in plan.children for word in child.argv)
     assert "--kv-transfer-config" not in words
     assert "role=" not in words

@@ -1,6 +1,7 @@
 """Queues as an operator wants them: from the stack file to the router's settings."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,7 @@ gateway:
 def test_the_queues_of_a_stack_file_are_the_router_s(text, wanted, tmp_path, monkeypatch):
     (tmp_path / "stack.yaml").write_text(text)
     stack = load_stack(tmp_path / "stack.yaml")
-    plan = plan_stack(stack, model_dir="tiny", state_dir=tmp_path, cores=[0])
+    plan = plan_stack(stack, model_dir="tiny", state_dir=Path("/run/user/1000/sumibi"), cores=[0])
     assert started_with(plan.children[-1].argv, monkeypatch) == wanted
 
 
