@@ -153,7 +153,7 @@ def test_what_a_killed_writer_left_half_written_goes_when_it_is_old(kit, make, t
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (time.time() - 7200,) * 2)
-    tiers._writers[Tier.STORE].nudge()
+    tiers._down.writers[Tier.STORE].nudge()
     kit.wait_for(lambda: not old.exists())
     assert tiers.flush(5)
     assert young.exists()

@@ -1,5 +1,6 @@
 """Blocks go down and come back, tier by tier and through all of them."""
 
+import errno
 import os
 import threading
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from sumibi.core.errors import ConfigError
-from sumibi.tiers import DiskTier, StoreTier, Tier, TiersConfig
+from sumibi.tiers import DiskTier, StoreTier, Tier, TiersConfig, direct, up
 from sumibi.tiers import directory as directory_module
 
 
@@ -175,7 +176,7 @@ def test_a_full_device_is_counted_and_gone_on_from(kit, make, tmp_path, monkeypa
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"]
     assert kit.load(tiers, ids[:10]) == [Tier.HOST] * 10
     full[0] = False
-    kit.wait_for(lambda: not tiers._disk.rest.resting)
+    kit.wait_for(lambda: not tiers._books.disk.rest.resting)
     assert tiers.store(kit.blocks(ids)) == 20
     assert tiers.flush(5)
     assert tiers.stats().tiers[Tier.DISK].blocks == 20
@@ -188,7 +189,7 @@ def test_a_store_that_hangs_is_late_and_writes_into_nobodys_buffer(kit, make, tm
     assert writer.flush(5)
     tiers = make(host=50 * kit.BLOCK, store=StoreTier(str(tmp_path), 100 * kit.FILE, timeout_s=0.2))
     assert tiers.flush(5)
-    backend = tiers._store._backend
+    backend = tiers._books.store._backend
     go_on = threading.Event()
     real = backend.read
 
@@ -202,12 +203,12 @@ def test_a_store_that_hangs_is_late_and_writes_into_nobodys_buffer(kit, make, tm
     assert tiers.load(ids, buffers) == [None] * 4
     assert time.monotonic() - start_s < 5
     go_on.set()
-    kit.wait_for(lambda: not tiers._store.workers._tasks and tiers.stats().tiers[Tier.STORE].read_s > 0)
+    kit.wait_for(lambda: not tiers._books.store.workers._tasks and tiers.stats().tiers[Tier.STORE].read_s > 0)
     assert buffers == [bytearray(kit.BLOCK)] * 4
     store = tiers.stats().tiers[Tier.STORE]
     assert (store.late, store.hits) == (4, 0)
     assert tiers.find(kit.chain("b", 1)) == []  # resting: not even asked
-    kit.wait_for(lambda: not tiers._store.rest.resting)
+    kit.wait_for(lambda: not tiers._books.store.rest.resting)
     assert kit.load(tiers, ids) == [Tier.STORE] * 4
 
 
@@ -247,7 +248,7 @@ def test_what_waits_is_bounded_and_what_has_no_room_is_dropped(kit, make, tmp_pa
         assert waiting <= 4
         busy.set()
 
-    tiers._writers[Tier.DISK].between(act)
+    tiers._down.writers[Tier.DISK].between(act)
     assert busy.is_set()
     assert tiers.flush(5)
     stats = tiers.stats()
@@ -327,3 +328,89 @@ def test_a_block_that_is_computed_again_is_not_the_next_to_go_from_disk(kit, mak
     assert again.flush(5)
     assert again.match(old) == [Tier.DISK]
     assert len(again.match(other)) == 1
+
+
+def test_a_disk_that_hangs_is_a_miss_for_all_who_ask_until_it_works_again(kit, make, tmp_path, monkeypatch):
+    """More callers than reading threads, all reads hang: everybody goes on within the bound."""
+    monkeypatch.setattr(up, "_STUCK_S", 0.3)
+    disk = DiskTier(str(tmp_path), 100 * kit.FILE)
+    first = make(disk=disk)
+    ids = kit.chain("a", 8)
+    first.store(kit.blocks(ids))
+    first.close()
+    tiers = make(host=20 * kit.BLOCK, disk=disk)
+    assert tiers.flush(5)
+    go_on, asked = threading.Event(), threading.Barrier(4)
+    real = os.preadv
+
+    def preadv(fd, parts, offset):
+        assert go_on.wait(10)
+        return real(fd, parts, offset)
+
+    monkeypatch.setattr(direct.os, "preadv", preadv)
+    buffers = [[bytearray(kit.BLOCK) for _ in ids] for _ in range(4)]
+    came = [None] * 4
+
+    def ask(k):
+        asked.wait(5)
+        came[k] = tiers.load(ids, buffers[k])
+
+    callers = [threading.Thread(target=ask, args=(k,)) for k in range(4)]
+    start_s = time.monotonic()
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(5)
+    assert time.monotonic() - start_s < 3
+    assert came == [[None] * 8] * 4
+    assert tiers.match(ids) == []  # nobody is sent to a disk that hangs
+    assert kit.load(tiers, ids) == [None] * 8  # at once
+    stats = tiers.stats()
+    assert (stats.tiers[Tier.DISK].late, stats.tiers[Tier.DISK].hits, stats.misses) == (32, 0, 40)
+    go_on.set()
+    kit.wait_for(lambda: tiers.match(ids) == [Tier.DISK] * 8)
+    assert buffers == [[bytearray(kit.BLOCK)] * 8] * 4  # what came late touched none of them
+    kit.wait_for(lambda: kit.load(tiers, ids) == [Tier.DISK] * 8 or tiers.match(ids) == [Tier.HOST] * 8)
+
+
+def test_a_file_system_without_direct_reads_is_read_all_the_same_and_said_to_be(
+    kit, make, tmp_path, monkeypatch, caplog
+):
+    disk = DiskTier(str(tmp_path), 100 * kit.FILE)
+    first = make(disk=disk)
+    ids = kit.chain("a", 5)
+    first.store(kit.blocks(ids))
+    first.close()
+    tiers = make(disk=disk)
+    assert tiers.flush(5)
+    real = os.open
+
+    def refusing(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(direct.os, "open", refusing)
+    assert kit.load(tiers, ids) == [Tier.DISK] * 5
+    assert [r.message for r in caplog.records if "page cache" in r.message] == [
+        f"kv tier disk {tmp_path}: no direct reads here (Invalid argument): blocks are read through the page"
+        " cache, which is slower"
+    ]
+
+
+@pytest.mark.parametrize("size", [4096 - 128, 4096, 8192 - 128 + 1, 1000])
+@pytest.mark.parametrize("change", [-1, 0, 1, 5000])
+def test_sizes_around_pages(kit, make, tmp_path, size, change):
+    """Direct reads end at pages: shorter and longer files than a block's must be seen there too."""
+    disk = DiskTier(str(tmp_path), 100_000)
+    tiers = make(disk=disk, block_bytes=size)
+    block = kit.payload(b"x", size)
+    tiers.store([(b"x", None, block)])
+    assert tiers.flush(5)
+    (path,) = tmp_path.rglob("*.kv")
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) + change] + b"\0" * change)
+    buffer = bytearray(size)
+    assert tiers.load([b"x"], [buffer]) == [None if change else Tier.DISK]
+    assert change or buffer == block
+    assert tiers.stats().tiers[Tier.DISK].corrupt == (change != 0)

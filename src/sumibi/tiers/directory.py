@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sumibi.tiers.blockfile import HEADER_BYTES, Corrupt, Header, check, decode_header, encode_header
+from sumibi.tiers.direct import DirectReads
+from sumibi.tiers.host import Bytes
 from sumibi.tiers.words import Buffer
 
 _TEMPORARY = ".tmp-"
@@ -88,6 +90,19 @@ class BlockDirectory:
                 os.unlink(temporary)
             raise
         return HEADER_BYTES + header.payload_bytes
+
+    def read_direct(self, content_id: bytes, reads: DirectReads) -> tuple[Header, Bytes]:
+        """The block, checked, in memory that the calling thread's next read fills anew.
+
+        Raises Missing, Corrupt or OSError.
+        """
+        try:
+            raw = reads.read(self.path(content_id))
+        except FileNotFoundError:
+            raise Missing from None
+        payload = raw[HEADER_BYTES:]
+        head = raw[:HEADER_BYTES].tobytes()
+        return check(head, payload, namespace=self.namespace, content_id=content_id), payload
 
     def read(self, content_id: bytes, into: Buffer) -> Header:
         """Fill `into` with the block and check it there. Raises Missing, Corrupt or OSError; `into` is then

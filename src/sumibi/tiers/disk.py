@@ -12,7 +12,9 @@ from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.tiers.blockfile import HEADER_BYTES, Corrupt, Header
 from sumibi.tiers.catalog import Catalog, Entry, Order
 from sumibi.tiers.config import DiskTier
+from sumibi.tiers.direct import DirectReads
 from sumibi.tiers.directory import BlockDirectory, Found, Missing
+from sumibi.tiers.host import Bytes
 from sumibi.tiers.rest import Rest
 from sumibi.tiers.words import Buffer, Tier, TierStats
 
@@ -47,7 +49,10 @@ class DiskFiles:
         self._files = BlockDirectory(config.path, namespace)
         self._lock = lock
         self._announce = announce
+        self._reads = DirectReads(self.file_bytes, f"disk {config.path}")
         self.rest = Rest(f"disk {config.path}")
+        self.stuck = Rest(f"disk {config.path}, reading")
+        """From reads that did not end. Other failures are over when the call is."""
         self.stats = TierStats(limit_bytes=config.bytes)
         self.catalog = Catalog(config.bytes, order)
         try:
@@ -121,16 +126,18 @@ class DiskFiles:
             self._announce(True, header.content_id, header.parent, self.tier)
         self.rest.worked()
 
-    def read(self, content_id: bytes, into: Buffer) -> Header | None:
-        """Fill `into` with a block, checked; None where it is not there, broken or cannot be read."""
+    def read(self, content_id: bytes) -> tuple[Header, Bytes] | None:
+        """A block, checked, in memory that the calling thread's next read fills anew; None where it is not
+        there, broken or cannot be read.
+        """
         with self._lock:
             if content_id not in self.catalog:
                 return None
         start_s = time.monotonic()
-        header = None
+        found = None
         corrupt = failed = False
         try:
-            header = self._files.read(content_id, into)
+            found = self._files.read_direct(content_id, self._reads)
         except Missing:
             pass
         except Corrupt:
@@ -143,8 +150,7 @@ class DiskFiles:
             self.stats.read_s += time.monotonic() - start_s
             self.stats.corrupt += corrupt
             self.stats.errors += failed
-            if header:
-                self.stats.hits += 1
+            if found:
                 entry = self.catalog.touch(content_id)
                 if entry and time.monotonic() - entry.marked_s > MARK_EVERY_S:
                     entry.marked_s = time.monotonic()
@@ -156,7 +162,7 @@ class DiskFiles:
                 self._files.touch(content_id)
             elif corrupt:
                 self._files.remove(content_id)
-        return header
+        return found
 
     def clear(self) -> None:
         """Remove this namespace's blocks. Not while `write` runs."""

@@ -57,3 +57,22 @@ def run_until(workers: Workers, helpers: int, jobs: Sequence[Callable[[], None]]
         finished = shared.changed.wait_for(lambda: shared.done == len(jobs), timeout_s)
         shared.jobs = iter(())
     return finished
+
+
+def run_unless_stuck(
+    workers: Workers, helpers: int, jobs: Sequence[Callable[[], None]], stuck_s: float
+) -> bool:
+    """Run all jobs on helpers only; True once all are done, False if `stuck_s` go by in which none is done:
+    what has begun by then goes on, what has not is not begun.
+    """
+    shared = _Shared(iter(jobs))
+    for _ in range(min(helpers, len(jobs))):
+        if not workers.submit(shared.work):
+            break
+    with shared.changed:
+        seen = -1
+        while seen < shared.done < len(jobs):
+            seen = shared.done
+            shared.changed.wait_for(lambda: shared.done > seen, stuck_s)  # noqa: B023 (called here only)
+        shared.jobs = iter(())
+        return shared.done == len(jobs)

@@ -24,7 +24,9 @@ class Rest:
         return time.monotonic() < self._until_s
 
     def failed(self, why: object) -> None:
-        """It failed once more."""
+        """It failed once more. What fails while it rests began before, and says nothing new."""
+        if self.resting:
+            return
         if not self._for_s:
             _log.warning("kv tier %s fails (%s): going on without it, trying again later", self._name, why)
         self._for_s = min(_LONGEST_S, self._for_s * 2 or _FIRST_S)

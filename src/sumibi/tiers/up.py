@@ -1,0 +1,187 @@
+"""Blocks come up: from host memory, disk and store into a caller's buffers; host memory keeps them."""
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from sumibi.tiers.books import Books
+from sumibi.tiers.catalog import Entry
+from sumibi.tiers.disk import DiskFiles
+from sumibi.tiers.down import Down
+from sumibi.tiers.host import Bytes
+from sumibi.tiers.landing import Landing
+from sumibi.tiers.parallel import run_unless_stuck, run_until
+from sumibi.tiers.store import HELPERS, SharedStore
+from sumibi.tiers.words import Tier
+from sumibi.tiers.workers import Workers
+
+_READERS = 3
+"""Threads that read from disk: enough that it never waits for a sum or a copy."""
+_STUCK_S = 5.0
+"""A disk that gives no block for so long is taken to hang."""
+_PREFETCH_TASKS = 64
+_PREFETCH_BLOCKS = 1 << 14
+
+
+class Up:
+    """Reads what `books` say is there. Any thread may call."""
+
+    def __init__(self, books: Books, down: Down) -> None:
+        self._books = books
+        self._down = down
+        self._local = threading.local()
+        self._readers = Workers("kv-disk-read", _READERS, 256)
+        self._prefetcher = Workers("kv-prefetch", 1, _PREFETCH_TASKS)
+        self._prefetching: set[bytes] = set()
+        self.prefetch_dropped = 0
+
+    def load(self, ids: Sequence[bytes], targets: Sequence[Bytes]) -> list[Tier | None]:
+        """See `BlockTiers.load`."""
+        books = self._books
+        landing = Landing(targets)
+        with books.lock:
+            epoch = books.epoch
+        self._from_host(ids, landing)
+        if books.disk and not books.disk.stuck.resting and landing.missing:
+            self._from_disk(books.disk, ids, landing)
+        if books.store and not books.store.rest.resting and landing.missing:
+            self._from_store(books.store, ids, landing)
+        with books.lock:
+            if epoch != books.epoch:  # `clear` made void what came
+                landing.tiers[:] = [None] * len(ids)
+            books.misses += len(landing.missing)
+        if books.keeps_host:
+            for i in sorted(landing.headers):
+                if landing.tiers[i] and not self._keep(ids[i], landing.headers[i].parent, targets[i], epoch):
+                    break
+        return landing.tiers
+
+    def prefetch(self, ids: Sequence[bytes]) -> None:
+        """See `BlockTiers.prefetch`."""
+        books = self._books
+        if not books.keeps_host:
+            return
+        with books.lock:
+            wanted = [i for i in ids if i not in books.host.catalog and i not in self._prefetching]
+            room = _PREFETCH_BLOCKS - len(self._prefetching)
+            self.prefetch_dropped += max(0, len(wanted) - room)
+            wanted = wanted[:room]
+            self._prefetching.update(wanted)
+        if wanted and not self._prefetcher.submit(partial(self._bring_up, wanted)):
+            with books.lock:
+                self._prefetching.difference_update(wanted)
+                self.prefetch_dropped += len(wanted)
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the threads; one that hangs in a read is left behind."""
+        self._prefetcher.close(timeout_s)
+        stuck = self._books.disk is not None and self._books.disk.stuck.resting
+        self._readers.close(0.1 if stuck else timeout_s)
+
+    def _from_host(self, ids: Sequence[bytes], landing: Landing) -> None:
+        books = self._books
+        found: list[tuple[int, Entry]] = []
+        with books.lock:
+            for i, content_id in enumerate(ids):
+                entry = books.host.catalog.touch(content_id)
+                if entry:
+                    books.host.pin(entry)
+                    found.append((i, entry))
+        start_s = time.monotonic()
+        for i, entry in found:
+            np.copyto(landing.targets[i], books.host.view(entry.place))
+            landing.tiers[i] = Tier.HOST
+        if not found:
+            return
+        with books.lock:
+            for _, entry in found:
+                # One that found the queues full when it came is wanted below now more than it was then.
+                if not entry.doomed:
+                    self._down.queue(entry)
+                books.host.unpin(entry)
+            books.host_stats.hits += len(found)
+            books.host_stats.read_s += time.monotonic() - start_s
+            books.used_in_host([entry.content_id for _, entry in found])
+
+    def _from_disk(self, disk: DiskFiles, ids: Sequence[bytes], landing: Landing) -> None:
+        def read(i: int) -> None:
+            if found := disk.read(ids[i]):
+                landing.put(i, found[1], Tier.DISK, found[0])
+
+        books = self._books
+        with books.lock:
+            there = [i for i in landing.missing if ids[i] in disk.catalog]
+        if not there:
+            return
+        done = run_unless_stuck(self._readers, _READERS, [partial(read, i) for i in there], _STUCK_S)
+        if not done:
+            landing.close()
+        with books.lock:
+            came = [ids[i] for i in there if landing.tiers[i]]
+            disk.stats.hits += len(came)
+            books.used_outside(came)
+            if not done:
+                disk.stats.late += len(there) - len(came)
+        if done:
+            disk.stuck.worked()
+        else:
+            disk.stuck.failed(f"no block in {_STUCK_S:g} s")
+
+    def _from_store(self, store: SharedStore, ids: Sequence[bytes], landing: Landing) -> None:
+        """Into memory of the reading threads first: what is late must not land in the caller's buffer."""
+
+        def read(i: int) -> None:
+            scratch = self._scratch()
+            if header := store.read(ids[i], scratch):
+                landing.put(i, scratch, Tier.STORE, header)
+
+        missing = landing.missing
+        done = run_until(store.workers, HELPERS, [partial(read, i) for i in missing], store.timeout_s)
+        if not done:
+            landing.close()
+        with self._books.lock:
+            store.stats.hits += landing.tiers.count(Tier.STORE)
+            if not done:
+                store.stats.late += len(landing.missing)
+        if not done:
+            store.rest.failed("no answer in time")
+
+    def _scratch(self) -> Bytes:
+        """Memory of the calling thread for one block, used again in its next call."""
+        memory: Bytes | None = getattr(self._local, "memory", None)
+        if memory is None:
+            memory = self._local.memory = np.empty(self._books.block_bytes, dtype=np.uint8)
+        return memory
+
+    def _keep(self, content_id: bytes, parent: bytes | None, source: Bytes, epoch: int) -> bool:
+        """Copy a block into host memory; False where there is no room."""
+        books = self._books
+        with books.lock:
+            if content_id in books.host.catalog:
+                return True
+            slot = books.take_slot(parent)
+        if slot is None:
+            return False
+        np.copyto(books.host.view(slot), source)
+        with books.lock:
+            if epoch != books.epoch:
+                books.host.give(slot)
+            elif books.host.settle(slot, content_id, parent):
+                books.announce(True, content_id, parent, Tier.HOST)
+        return True
+
+    def _bring_up(self, ids: list[bytes]) -> None:
+        """A few blocks at a time, as far as there are any and room for them."""
+        books = self._books
+        scratch = [np.empty(books.block_bytes, dtype=np.uint8) for _ in range(min(8, len(ids)))]
+        try:
+            for first in range(0, len(ids), len(scratch)):
+                part = ids[first : first + len(scratch)]
+                if books.closed or None in self.load(part, scratch[: len(part)]):
+                    return
+        finally:
+            with books.lock:
+                self._prefetching.difference_update(ids)
