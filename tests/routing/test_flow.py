@@ -21,7 +21,8 @@ from sumibi.routing.events import (
     Tick,
     WakeAt,
 )
-from sumibi.routing.flow import AGED_AFTER_S, MOST_HANDICAP_S, Flow, Held
+from sumibi.routing.flow import AGED_AFTER_S, HASTE, MOST_HANDICAP_S, Flow
+from sumibi.routing.held import Held
 from sumibi.routing.recording import Started, replay
 from sumibi.routing.requests import Request
 
@@ -114,18 +115,21 @@ def test_nothing_is_held_without_a_bound_or_under_a_policy_that_knows_no_seconds
 
 # --- the order ---
 
+SIZE_S = MOST_HANDICAP_S
+"""What a second of work and more puts a turn off."""
+
 
 def flow_of(**config):
     return Flow(RouterConfig(**({"hold_above_s": HOLD_S} | config)))
 
 
-def put(flow, name, t, *, program="", priority=0, work_s=1.0, home="a", endpoints=1):
+def put(flow, name, t, *, program="", priority=0, work_s=1.0, home="a", endpoints=1, keys=(), known_blocks=0):
     """Hold a request of `work_s` at time `t`; each is a program of its own if none is named."""
-    event = Arrived(t=t, request=name, model=MODEL, keys=[], prompt_tokens=10, priority=priority)
+    event = Arrived(t=t, request=name, model=MODEL, keys=list(keys), prompt_tokens=10, priority=priority)
     request = Request(event, None)
     request.program = program or name
     one = Held(request, t, inf)
-    flow.settle(one, home, work_s)
+    flow.settle(one, home, work_s, known_blocks)
     flow.add(one, endpoints, t)
     flow.check_integrity()
     return one
@@ -145,7 +149,7 @@ def test_higher_priorities_go_first_and_equal_ones_as_they_came():
 def test_requests_of_a_program_that_is_ahead_go_after_those_that_come_within_its_lead():
     flow = flow_of()
     flow.attained.charge("greedy", 1000, 12.0, 0.0)  # it is 12 s ahead at 0, 8 s at 4
-    assert put(flow, "r1", 4.0, program="greedy").turn_t == pytest.approx(12.0)
+    assert put(flow, "r1", 4.0, program="greedy").turn_t == pytest.approx(12.0 + SIZE_S)
     put(flow, "r2", 11.9)
     put(flow, "r3", 12.1)
     assert order(flow) == ["r2", "r1", "r3"]
@@ -154,18 +158,81 @@ def test_requests_of_a_program_that_is_ahead_go_after_those_that_come_within_its
 def test_a_lead_costs_no_more_than_the_limit():
     flow = flow_of()
     flow.attained.charge("greedy", 1000, 5000.0, 0.0)
-    assert put(flow, "r1", 1.0, program="greedy").turn_t == 1.0 + MOST_HANDICAP_S
+    assert put(flow, "r1", 1.0, program="greedy").turn_t == 1.0 + MOST_HANDICAP_S + SIZE_S
 
 
 def test_what_a_program_holds_already_is_before_its_next_request_at_its_share_of_the_pool():
     flow = flow_of()
     # Two endpoints do 2 s of prefill a second. One program alone is due all of it.
-    assert put(flow, "p1", 0.0, program="p", work_s=6.0, endpoints=2).turn_t == 0.0
-    assert put(flow, "p2", 0.0, program="p", work_s=6.0, endpoints=2).turn_t == 3.0
+    assert put(flow, "p1", 0.0, program="p", work_s=6.0, endpoints=2).turn_t == 0.0 + SIZE_S
+    assert put(flow, "p2", 0.0, program="p", work_s=6.0, endpoints=2).turn_t == 3.0 + SIZE_S
     # With another one it is due half.
-    assert put(flow, "q1", 0.0, program="q", work_s=6.0, endpoints=2).turn_t == 0.0
-    assert put(flow, "p3", 0.0, program="p", work_s=6.0, endpoints=2).turn_t == 12.0
+    assert put(flow, "q1", 0.0, program="q", work_s=6.0, endpoints=2).turn_t == 0.0 + SIZE_S
+    assert put(flow, "p3", 0.0, program="p", work_s=6.0, endpoints=2).turn_t == 12.0 + SIZE_S
     assert order(flow) == ["p1", "q1", "p2", "p3"]
+
+
+def test_who_has_less_to_compute_goes_before_others_by_a_bound():
+    flow = flow_of()
+    assert put(flow, "cold", 0.0, work_s=500.0).turn_t == MOST_HANDICAP_S
+    assert put(flow, "small", 0.0, work_s=0.5).turn_t == pytest.approx(0.5 * HASTE)
+    assert put(flow, "warm", 20.0, work_s=0.01).turn_t == pytest.approx(20.0 + 0.01 * HASTE)
+    put(flow, "late", MOST_HANDICAP_S + 0.1, work_s=0.01)
+    assert order(flow) == ["small", "warm", "cold", "late"]
+
+
+def test_those_that_wait_for_the_same_blocks_go_with_the_first_that_computes_them():
+    flow = flow_of()
+    shared = list(range(1, 101))  # a hundred blocks, of which the homes have the first ten
+    first = put(flow, "first", 0.0, keys=[*shared, 201], known_blocks=10, work_s=9.0)
+    other = put(flow, "other", 1.0, keys=[*range(1, 11), 301, 302], known_blocks=10, work_s=9.0)
+    put(flow, "like it", 2.0, keys=[*shared, *range(401, 410)], known_blocks=10, work_s=10.0)
+    flow.remove("first", 3.0)
+    flow.together(first, "a", 1)
+    flow.check_integrity()
+    # 100 blocks were missing to it, one of them not full; ten are now.
+    like = flow.remove("like it", 3.0)
+    assert (like.known_blocks, like.work_ns) == (100, 1_000_000_000)
+    assert like.turn_t == pytest.approx(2.0 + 30.0)
+    assert (other.known_blocks, other.turn_t) == (10, 1.0 + SIZE_S)
+
+
+@pytest.mark.parametrize(("elsewhere_s", "where"), [(0.0, "b"), (20.0, "a")])
+def test_they_follow_it_where_that_is_no_longer_a_wait(elsewhere_s, where):
+    flow = flow_of()
+    shared = list(range(1, 101))
+    if elsewhere_s:
+        put(flow, "at b", 0.0, home="b", work_s=elsewhere_s)
+    first = put(flow, "first", 0.0, keys=shared, home="a")
+    like = put(flow, "like it", 0.0, keys=[*shared, 201], home="a", work_s=5.0)
+    flow.remove("first", 1.0)
+    flow.together(first, "b", 2)
+    flow.check_integrity()
+    assert like.home == where
+
+
+def test_what_others_compute_is_no_longer_before_those_of_the_same_program():
+    flow = flow_of()
+    shared = list(range(1, 100))
+    forks = [put(flow, f"fork {i}", 0.0, program="p", keys=[*shared, 200 + i], work_s=10.0) for i in range(4)]
+    assert [one.turn_t - SIZE_S for one in forks] == [0.0, 10.0, 20.0, 30.0]
+    flow.remove("fork 0", 0.0)
+    flow.together(forks[0], "a", 1)
+    # Each has two blocks of 101 left, the one that is not full counted: a fiftieth. Two others are before.
+    left_s = 10.0 * 2 / 101
+    assert [one.turn_t for one in forks[1:]] == [pytest.approx(left_s * (2 + HASTE), rel=1e-6)] * 3
+
+
+def test_a_shared_prefix_is_computed_once_for_all_who_wait_for_it():
+    """Cold prompts of five groups, mixed, before one endpoint that can keep but one group's prefix."""
+    it = queues("a")
+    it.arrive("busy", 25_000)
+    for i in range(20):
+        keys = keys_of(prompt(f"group {i % 5}", 9_984) + prompt(f"own {i}", 96))
+        it.arrive(f"{i % 5}/{i}", 10_080, keys)
+    it.play()
+    groups = [name[0] for name in it.placed[1:]]
+    assert groups == sorted(groups)
 
 
 def test_within_a_program_requests_go_as_they_came_even_if_its_lead_is_corrected_meanwhile():
@@ -475,10 +542,10 @@ def test_whatever_comes_leaves_once_in_time_and_in_order(arrivals, names, limit)
 
 
 def _assert_order(it, arrivals):
-    """At one endpoint: nobody passes an older one of its program and band, nor, once that waited for its
-    age, leaves it behind by more than the limit in its band.
+    """At one endpoint: only smaller ones pass an older one of their program and band, and nobody passes one
+    that is in no program by more than the limit in its band.
     """
-    for i, (_, _, priority, program, _, _) in enumerate(arrivals):
+    for i, (_, tokens, priority, program, _, _) in enumerate(arrivals):
         if f"r{i}" not in it.left_t:
             continue
         for j in range(i):
@@ -486,7 +553,7 @@ def _assert_order(it, arrivals):
                 continue
             passed = it.left_t[f"r{j}"] > it.left_t[f"r{i}"]
             if program and arrivals[j][3] == program:
-                assert not passed
+                assert not passed or tokens < arrivals[j][1]
             if not arrivals[j][3]:
                 assert not passed or it.arrived_t[f"r{i}"] < it.arrived_t[f"r{j}"] + MOST_HANDICAP_S
 

@@ -6,13 +6,20 @@ never a long queue, whose order nobody could change any more.
 
 Order. Bands (one for each priority) are strict: the higher one first. Within a band by
 
-    turn = arrival + min(MOST_HANDICAP_S, lead) + waiting / share
+    turn = arrival + min(MOST_HANDICAP_S, lead) + waiting / share + min(MOST_HANDICAP_S, HASTE * work)
 
 lead: seconds that the request's program is ahead of its fair share of the pool (`fairness`); waiting: work
 of its program that is held already; share: what a program gets in a second. So programs that had least go
-first, each of them first come first served, and a flood of requests of one program stands in the others' way
-no more than its share. A turn never changes: whoever comes MOST_HANDICAP_S later (and the time for what its
-program holds already) cannot pass it within the band any more, whatever its size or history.
+first, and a flood of requests of one program stands in the others' way no more than its share. work: its own
+prefill, of what its home has not got. Those whose prefix is there go before it has to make room, and cold
+prompts do not make room for one another meanwhile. A turn never becomes later: whoever comes twice
+MOST_HANDICAP_S later (and the time for what its program holds already) cannot pass it within the band any
+more, whatever its size or history.
+
+Those that wait for the same blocks go together (`together`): once a prompt is placed, all that begin like it
+beyond what is cached have so much less to compute. Their turns become earlier by that, and if the place is
+no worse, it becomes their home. Thus a prefix is computed once for all who wait for it, where each alone
+would come when it is gone again.
 
 No band starves: once the oldest request held has waited AGED_AFTER_S it goes first, and AGED_SHARE of the
 work placed may be taken by such requests. Whoever waits longer than the band's limit is refused; a request
@@ -29,7 +36,6 @@ that is better by and no longer: nobody waits for ever for what is always about 
 At most so many requests and bytes wait in a band (bytes are estimated: BYTES_PER_TOKEN).
 """
 
-from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
@@ -39,14 +45,15 @@ from math import inf
 from sumibi.core.errors import SumibiError
 from sumibi.routing.config import BandLimits, RouterConfig
 from sumibi.routing.fairness import Attained, Rate
+from sumibi.routing.held import BYTES_PER_TOKEN, Band, Held, Missing
 from sumibi.routing.requests import Request
 
 MOST_HANDICAP_S = 30.0
-"""Half of the default time limit: fairness alone must not get a request refused."""
+"""A tenth of the default time limit: neither fairness nor size alone must get a request refused."""
+HASTE = 30.0
+"""For a second less of work a request may go so many seconds before its arrival would let it."""
 AGED_AFTER_S = 30.0
 AGED_SHARE = 0.1
-BYTES_PER_TOKEN = 4
-"""Of a request's body: English text, which is what most of a prompt is."""
 FINEST = 1 / 32
 """Part of the bound by which a wake-up may be late, so that there are not too many of them."""
 MOST_TRIES = 8
@@ -55,68 +62,16 @@ MOST_WALKED = 256
 """Requests of a band looked at (not priced) at one event."""
 
 
-class Held:
-    """A request that waits here."""
-
-    __slots__ = (
-        "deadline_t",
-        "declined_t",
-        "gone",
-        "home",
-        "number",
-        "queued_t",
-        "request",
-        "turn_t",
-        "work_ns",
-    )
-
-    def __init__(self, request: Request, queued_t: float, deadline_t: float) -> None:
-        self.request = request
-        self.queued_t = queued_t
-        self.deadline_t = deadline_t
-        self.turn_t = 0.0
-        self.number = 0
-        self.home = ""
-        self.work_ns = 0
-        """To compute what is not cached, there."""
-        self.declined_t: float | None = None
-        """When it first did not go home though its home could begin."""
-        self.gone = False
-
-    @property
-    def priority(self) -> int:
-        """Of its band."""
-        return self.request.event.priority
-
-    @property
-    def bytes(self) -> int:
-        """Of its body, estimated."""
-        return self.request.event.prompt_tokens * BYTES_PER_TOKEN
-
-
-class Band:
-    """The held requests of one priority."""
-
-    __slots__ = ("backlog_ns", "bytes", "limits", "order")
-
-    def __init__(self, limits: BandLimits) -> None:
-        self.limits = limits
-        self.order: list[tuple[float, int, Held]] = []
-        """By turn, then by arrival."""
-        self.bytes = 0
-        self.backlog_ns: dict[str, int] = {}
-        """Home -> work that is held for it."""
-
-
 class _Program:
     """The requests of a program that are held."""
 
-    __slots__ = ("last_turn_t", "requests", "work_ns")
+    __slots__ = ("last_fair_t", "requests", "work_ns")
 
     def __init__(self) -> None:
         self.requests = 0
         self.work_ns = 0
-        self.last_turn_t = -inf
+        self.last_fair_t = -inf
+        """Turn of the newest, its own work left out: those of a program go as they came, but for that."""
 
 
 class Flow:
@@ -134,6 +89,7 @@ class Flow:
         self._bands: dict[int, Band] = {}
         """The highest priority first; only those with requests in them."""
         self._programs: dict[str, _Program] = {}
+        self._missing = Missing()
         self._deadlines: list[tuple[float, int, Held]] = []
         """A heap; may hold some that left already."""
         self._numbers = 0
@@ -162,9 +118,10 @@ class Flow:
         """Hold a request whose home is known (`settle`), before so many endpoints."""
         self.rate.waiting(t, True)
         program = self._programs.setdefault(held.request.program, _Program())
-        lead_s = min(MOST_HANDICAP_S, self.attained.lead_s(held.request.program, t))
-        handicap_s = lead_s + program.work_ns * 1e-9 / self.share_per_s(endpoints)
-        held.turn_t = program.last_turn_t = max(held.queued_t + handicap_s, program.last_turn_t)
+        held.lead_s = min(MOST_HANDICAP_S, self.attained.lead_s(held.request.program, t))
+        fair_t = held.queued_t + held.lead_s + program.work_ns * 1e-9 / self.share_per_s(endpoints)
+        program.last_fair_t = max(fair_t, program.last_fair_t)
+        held.turn_t = program.last_fair_t + _haste_s(held)
         program.requests += 1
         program.work_ns += held.work_ns
         self._numbers += 1
@@ -173,22 +130,49 @@ class Flow:
         if band is None:
             band = self._bands[held.priority] = Band(self.limits(held.priority))
             self._bands = dict(sorted(self._bands.items(), reverse=True))
-        insort(band.order, (held.turn_t, held.number, held))
+        band.put(held)
         band.bytes += held.bytes
         self.bytes += held.bytes
         band.backlog_ns[held.home] = band.backlog_ns.get(held.home, 0) + held.work_ns
         self._held[held.request.event.request] = held
+        self._missing.add(held)
         heappush(self._deadlines, (held.deadline_t, held.number, held))
 
-    def settle(self, held: Held, home: str, work_s: float) -> None:
-        """Its home is this endpoint now."""
+    def settle(self, held: Held, home: str, work_s: float, known_blocks: int = 0) -> None:
+        """Its home is this endpoint now, which has so many leading blocks of its prompt."""
         work_ns = max(1, round(work_s * 1e9))
         if held.number:
             backlog_ns = self._bands[held.priority].backlog_ns
             _lessen(backlog_ns, held.home, held.work_ns)
             backlog_ns[home] = backlog_ns.get(home, 0) + work_ns
             self._programs[held.request.program].work_ns += work_ns - held.work_ns
-        held.home, held.work_ns = home, work_ns
+            self._missing.remove(held)
+        held.home, held.work_ns, held.known_blocks = home, work_ns, known_blocks
+        if held.number:
+            self._missing.add(held)
+
+    def together(self, placed: Held, pick: str, endpoints: int) -> None:
+        """It went to `pick`, one of so many `endpoints`: what is missing to others as well will be there."""
+        beside = list(islice(self._missing.beside(placed), MOST_WALKED))
+        for held in beside:
+            before = len(held.request.event.keys) - held.known_blocks
+            known = placed.request.common_blocks(held.request)
+            # What does not fill a block counts as one.
+            work_ns = held.work_ns * (before + held.known_blocks - known + 1) // (before + 1)
+            backlog_ns = self._bands[held.priority].backlog_ns
+            moves = backlog_ns.get(pick, 0) + work_ns <= backlog_ns[held.home]
+            self.settle(held, pick if moves else held.home, work_ns * 1e-9, known)
+        for held in beside:
+            program = self._programs[held.request.program]
+            others_s = (program.work_ns - held.work_ns) * 1e-9
+            fair_t = held.queued_t + held.lead_s + others_s / self.share_per_s(endpoints)
+            turn_t = fair_t + _haste_s(held)
+            if turn_t < held.turn_t:
+                band = self._bands[held.priority]
+                band.take(held)
+                held.turn_t = turn_t
+                band.put(held)
+                program.last_fair_t = fair_t
 
     def remove(self, request: str, t: float) -> Held | None:
         """It leaves, whatever the reason. None if it is not here."""
@@ -197,7 +181,8 @@ class Flow:
             return None
         held.gone = True
         band = self._bands[held.priority]
-        del band.order[bisect_left(band.order, (held.turn_t, held.number, held))]
+        band.take(held)
+        self._missing.remove(held)
         band.bytes -= held.bytes
         self.bytes -= held.bytes
         _lessen(band.backlog_ns, held.home, held.work_ns)
@@ -276,6 +261,7 @@ class Flow:
                     continue
                 pick, begins_s[pick], work_s = answer
                 if held.gone:
+                    self.together(held, pick, len(begins_s))
                     if held is aged:
                         self._aged_debt_s = work_s
                     continue
@@ -313,6 +299,7 @@ class Flow:
         inside = [held for band in self._bands.values() for _, _, held in band.order]
         if sorted(h.number for h in inside) != [h.number for h in self._held.values()]:
             raise SumibiError("flow: bands and the list by age differ")
+        self._missing.check_integrity(inside)
         found = (
             self.bytes,
             {name: (p.requests, p.work_ns) for name, p in self._programs.items()},
@@ -329,6 +316,11 @@ class Flow:
         expected = (sum(held.bytes for held in inside), programs, bands)
         if found != expected:
             raise SumibiError(f"flow: requests say {expected}, counters say {found}")
+
+
+def _haste_s(held: Held) -> float:
+    """By how much its own work puts its turn off."""
+    return min(MOST_HANDICAP_S, HASTE * held.work_ns * 1e-9)
 
 
 def _lessen(backlog_ns: dict[str, int], home: str, work_ns: int) -> None:

@@ -13,7 +13,8 @@ from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Finished
 from sumibi.routing.fleet import Fleet
-from sumibi.routing.flow import Flow, Held
+from sumibi.routing.flow import Flow
+from sumibi.routing.held import Held
 from sumibi.routing.policies import PRICED
 from sumibi.routing.requests import Request
 from sumibi.routing.sessions import Programs
@@ -83,14 +84,14 @@ class Gate:
             return False
         request.pool = self.pool(endpoints[0])
         held = Held(request, request.queued_t, request.queued_t + self.ttl_s(request))
-        _settle(flow, held, found, pick)
+        self._settle(flow, held, found, pick)
         flow.add(held, len(endpoints), t)
         self.held += 1
         return True
 
     def stays(self, held: Held, found: Sequence[Candidate], pick: int) -> None:
         """It was looked at anew and is held on."""
-        _settle(self._flows[held.request.pool], held, found, pick)
+        self._settle(self._flows[held.request.pool], held, found, pick)
 
     def leave(self, request: Request, t: float) -> bool:
         """It waits no more. False if it did not wait here."""
@@ -204,8 +205,8 @@ class Gate:
             flow.attained.correct(request.program, missing, due_s, request.charged_t, t)
             request.charged_tokens, request.charged_s = actual_tokens, request.charged_s + due_s
 
-
-def _settle(flow: Flow, held: Held, found: Sequence[Candidate], pick: int) -> None:
-    """Its home is the pick; of a pair where it waits first."""
-    home = found[pick]
-    flow.settle(held, home.prefill or home.endpoint, home.compute_s)
+    def _settle(self, flow: Flow, held: Held, found: Sequence[Candidate], pick: int) -> None:
+        """Its home is the pick; of a pair where it waits first."""
+        home = found[pick]
+        known_blocks = home.reused_tokens // self._fleet.block_tokens(held.request.event.model)
+        flow.settle(held, home.prefill or home.endpoint, home.compute_s, known_blocks)

@@ -115,6 +115,20 @@ class Request:
             return attempt
         return None
 
+    def common_blocks(self, other: "Request") -> int:
+        """Leading blocks that both prompts have. Keys are chained: one that is equal says that all before
+        it are.
+        """
+        mine, theirs = self.event.keys, other.event.keys
+        low, high = 0, min(len(mine), len(theirs))
+        while low < high:
+            middle = (low + high) // 2
+            if mine[middle] == theirs[middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def announced(self, endpoint: Endpoint) -> bool:
         """Whether KV events of `endpoint` will tell of this prompt's blocks."""
         return endpoint.has_events and self.event.prompt_grade is not PromptGrade.APPROXIMATE

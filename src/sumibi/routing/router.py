@@ -59,8 +59,8 @@ from sumibi.routing.events import (
     WakeAt,
 )
 from sumibi.routing.fleet import Fleet
-from sumibi.routing.flow import Held
 from sumibi.routing.gate import Gate
+from sumibi.routing.held import Held
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner
 from sumibi.routing.lives import Lives
