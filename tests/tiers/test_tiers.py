@@ -10,6 +10,7 @@ import pytest
 from sumibi.core.errors import ConfigError
 from sumibi.tiers import DiskTier, StoreTier, Tier, TiersConfig, direct, up
 from sumibi.tiers import directory as directory_module
+from sumibi.tiers.tiers import TOUCHING
 
 
 def test_host(kit, make):
@@ -328,6 +329,20 @@ def test_a_block_that_is_computed_again_is_not_the_next_to_go_from_disk(kit, mak
     assert again.flush(5)
     assert again.match(old) == [Tier.DISK]
     assert len(again.match(other)) == 1
+
+
+def test_host_memory_is_used_once_before_it_is_needed(kit, make):
+    """And what comes meanwhile lies in slots of its own."""
+    tiers = make(host=500 * kit.BLOCK)
+    ids = kit.chain("a", 300)
+    assert tiers.store(kit.blocks(ids)) == 300
+    kit.wait_for(lambda: not any(t.name == TOUCHING and t.is_alive() for t in threading.enumerate()))
+    with tiers._books.lock:
+        assert tiers._books.host.take_untouched() is None
+        assert sorted(tiers._books.host._free) == sorted(
+            set(range(500)) - {e.place for e in tiers._books.host.catalog}
+        )
+    assert kit.load(tiers, ids) == [Tier.HOST] * 300
 
 
 def test_a_disk_that_hangs_is_a_miss_for_all_who_ask_until_it_works_again(kit, make, tmp_path, monkeypatch):

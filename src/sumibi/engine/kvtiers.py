@@ -33,8 +33,8 @@ from sumibi.tiers import BlockTiers, Tier, TierEvent, TiersStats
 log = logging.getLogger(__name__)
 
 _LOADERS = 2
-_BATCH = 16
-"""Blocks read from the tiers at once, before they are written to the device."""
+_BATCH_BYTES = 24 << 20
+_BATCH_MOST = 64
 _PINNED_SHARE = 0.125
 _EVENTS_EVERY_S = 0.25
 _REMEMBERED = 1 << 17
@@ -71,6 +71,7 @@ class TierLink:
         self._model = model
         self._pool = pool
         self._asks_store = asks_store
+        self._batch = batch_blocks(model.block_bytes)
         self._copies: Queue[_Copy | None] = Queue(1 << 16)
         self._pinned_most = max(8, int(_PINNED_SHARE * pool.num_blocks))
         self._pinned = 0  # the step thread's
@@ -134,9 +135,9 @@ class TierLink:
         sources: list[str] = []
         try:
             ids, blocks = load.content_ids, load.blocks
-            for first in range(0, len(ids), _BATCH):
-                buffers = self._buffers(min(_BATCH, len(ids) - first))
-                tiers = self._tiers.load(ids[first : first + _BATCH], buffers)
+            for first in range(0, len(ids), self._batch):
+                buffers = self._buffers(min(self._batch, len(ids) - first))
+                tiers = self._tiers.load(ids[first : first + self._batch], buffers)
                 good = tiers.index(None) if None in tiers else len(tiers)
                 if load.abandoned:
                     break
@@ -233,10 +234,10 @@ class TierLink:
             self._publish([])
 
     def _copy_down(self, copy: _Copy) -> None:
-        for first in range(0, len(copy.blocks), _BATCH):
-            names = copy.blocks[first : first + _BATCH]
+        for first in range(0, len(copy.blocks), self._batch):
+            names = copy.blocks[first : first + self._batch]
             buffers = self._buffers(len(names))
-            self._model.read_blocks(copy.pinned[first : first + _BATCH], buffers)
+            self._model.read_blocks(copy.pinned[first : first + self._batch], buffers)
             self._tiers.store(
                 [(name, parent, buffer) for (name, parent), buffer in zip(names, buffers, strict=True)]
             )
@@ -326,3 +327,10 @@ def _forget(places: dict[bytes, set[Tier]], change: TierEvent) -> bool:
     if not tiers:
         del places[change.content_id]
     return True
+
+
+def batch_blocks(block_bytes: int) -> int:
+    """Blocks read from the tiers at once before they are written to the device, and the other way round: each
+    thread has memory for so many. With more, fewer waits for the last block of a batch.
+    """
+    return min(_BATCH_MOST, max(1, _BATCH_BYTES // block_bytes))

@@ -21,7 +21,8 @@ def as_bytes(buffer: Buffer) -> Bytes:
 class HostMemory:
     """`slots` slots. The caller holds the lock of the tiers around every call but `view`.
 
-    Memory is touched when a slot is first used, lowest slots first.
+    The first use of memory costs several times a later one, for the system then finds and empties it. So
+    somebody should `take_untouched` slots before they are needed, write to them and `give` them.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class HostMemory:
         self._keep = keep
         self._gone = gone
         self._memory = np.empty((slots, block_bytes), dtype=np.uint8)
-        self._free = list(range(slots - 1, -1, -1))
+        self._free: list[int] = []
+        self._untouched = 0
+        """From this slot on, none has been used."""
 
     def view(self, slot: int) -> Bytes:
         """The bytes of a slot."""
@@ -51,6 +54,8 @@ class HostMemory:
         """
         if self._free:
             return self._free.pop()
+        if (slot := self.take_untouched()) is not None:
+            return slot
         entry = self.catalog.victim()
         if entry is None and spare:
             others = (e for e in self.catalog if not e.pins and spare(e))
@@ -60,6 +65,13 @@ class HostMemory:
         self.remove(entry)
         self._gone(entry)
         return self._free.pop()
+
+    def take_untouched(self) -> int | None:
+        """A slot that was never used; None once there is none."""
+        if self._untouched == self.slots:
+            return None
+        self._untouched += 1
+        return self._untouched - 1
 
     def give(self, slot: int) -> None:
         """A taken slot stays empty after all."""

@@ -33,8 +33,8 @@ class Landing:
             if self._over:
                 return
             np.copyto(self.targets[i], payload)
-            self.tiers[i] = tier
             self.headers[i] = header
+            self.tiers[i] = tier  # last: who sees it takes the rest as given
 
     def close(self) -> None:
         """Nothing more is wanted: on return the buffers stay as they are."""

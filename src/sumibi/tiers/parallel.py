@@ -60,19 +60,26 @@ def run_until(workers: Workers, helpers: int, jobs: Sequence[Callable[[], None]]
 
 
 def run_unless_stuck(
-    workers: Workers, helpers: int, jobs: Sequence[Callable[[], None]], stuck_s: float
+    workers: Workers,
+    helpers: int,
+    jobs: Sequence[Callable[[], None]],
+    stuck_s: float,
+    meanwhile: Callable[[], None],
 ) -> bool:
     """Run all jobs on helpers only; True once all are done, False if `stuck_s` go by in which none is done:
-    what has begun by then goes on, what has not is not begun.
+    what has begun by then goes on, what has not is not begun. `meanwhile` is called by the calling thread
+    when some have been done.
     """
     shared = _Shared(iter(jobs))
     for _ in range(min(helpers, len(jobs))):
         if not workers.submit(shared.work):
             break
-    with shared.changed:
-        seen = -1
-        while seen < shared.done < len(jobs):
+    seen = 0
+    while True:
+        with shared.changed:
+            moved = shared.changed.wait_for(lambda: shared.done > seen, stuck_s)  # noqa: B023 (called here)
             seen = shared.done
-            shared.changed.wait_for(lambda: shared.done > seen, stuck_s)  # noqa: B023 (called here only)
-        shared.jobs = iter(())
-        return shared.done == len(jobs)
+            if not moved or seen == len(jobs):
+                shared.jobs = iter(())
+                return moved
+        meanwhile()

@@ -6,6 +6,7 @@ does not come in time or is not what it should be is a miss and is counted; a mi
 a wrong answer.
 """
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 
@@ -21,6 +22,9 @@ from sumibi.tiers.host import Bytes, as_bytes
 from sumibi.tiers.store import SharedStore
 from sumibi.tiers.up import Up
 from sumibi.tiers.words import Buffer, Tier, TierEvent, TiersStats
+
+TOUCHING = "kv-host-touch"
+"""Name of the thread that has host memory used once; it ends when that is done."""
 
 
 class BlockTiers:
@@ -68,6 +72,20 @@ class BlockTiers:
                     books.disk.close()
                 raise
         self._down.start()
+        if books.keeps_host:
+            threading.Thread(target=self._touch_host, name=TOUCHING, daemon=True).start()
+
+    def _touch_host(self) -> None:
+        """Have all host memory used once, so that no load waits for the system to find it."""
+        books = self._books
+        while not books.closed:
+            with books.lock:
+                slot = books.host.take_untouched()
+            if slot is None:
+                return
+            books.host.view(slot).fill(0)
+            with books.lock:
+                books.host.give(slot)
 
     def _nudge_store(self) -> None:
         self._down.writers[Tier.STORE].nudge()

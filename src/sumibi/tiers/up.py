@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -44,19 +44,17 @@ class Up:
         landing = Landing(targets)
         with books.lock:
             epoch = books.epoch
+        keeping = _Keeping(books, ids, landing, epoch)
         self._from_host(ids, landing)
         if books.disk and not books.disk.stuck.resting and landing.missing:
-            self._from_disk(books.disk, ids, landing)
+            self._from_disk(books.disk, ids, landing, keeping.go_on)
         if books.store and not books.store.rest.resting and landing.missing:
             self._from_store(books.store, ids, landing)
         with books.lock:
             if epoch != books.epoch:  # `clear` made void what came
                 landing.tiers[:] = [None] * len(ids)
             books.misses += len(landing.missing)
-        if books.keeps_host:
-            for i in sorted(landing.headers):
-                if landing.tiers[i] and not self._keep(ids[i], landing.headers[i].parent, targets[i], epoch):
-                    break
+        keeping.finish()
         return landing.tiers
 
     def prefetch(self, ids: Sequence[bytes]) -> None:
@@ -106,7 +104,9 @@ class Up:
             books.host_stats.read_s += time.monotonic() - start_s
             books.used_in_host([entry.content_id for _, entry in found])
 
-    def _from_disk(self, disk: DiskFiles, ids: Sequence[bytes], landing: Landing) -> None:
+    def _from_disk(
+        self, disk: DiskFiles, ids: Sequence[bytes], landing: Landing, keep: Callable[[], None]
+    ) -> None:
         def read(i: int) -> None:
             if found := disk.read(ids[i]):
                 landing.put(i, found[1], Tier.DISK, found[0])
@@ -116,7 +116,8 @@ class Up:
             there = [i for i in landing.missing if ids[i] in disk.catalog]
         if not there:
             return
-        done = run_unless_stuck(self._readers, _READERS, [partial(read, i) for i in there], _STUCK_S)
+        jobs = [partial(read, i) for i in there]
+        done = run_unless_stuck(self._readers, _READERS, jobs, _STUCK_S, keep)
         if not done:
             landing.close()
         with books.lock:
@@ -156,23 +157,6 @@ class Up:
             memory = self._local.memory = np.empty(self._books.block_bytes, dtype=np.uint8)
         return memory
 
-    def _keep(self, content_id: bytes, parent: bytes | None, source: Bytes, epoch: int) -> bool:
-        """Copy a block into host memory; False where there is no room."""
-        books = self._books
-        with books.lock:
-            if content_id in books.host.catalog:
-                return True
-            slot = books.take_slot(parent)
-        if slot is None:
-            return False
-        np.copyto(books.host.view(slot), source)
-        with books.lock:
-            if epoch != books.epoch:
-                books.host.give(slot)
-            elif books.host.settle(slot, content_id, parent):
-                books.announce(True, content_id, parent, Tier.HOST)
-        return True
-
     def _bring_up(self, ids: list[bytes]) -> None:
         """A few blocks at a time, as far as there are any and room for them."""
         books = self._books
@@ -185,3 +169,47 @@ class Up:
         finally:
             with books.lock:
                 self._prefetching.difference_update(ids)
+
+
+class _Keeping:
+    """Copies what comes from below into host memory, first blocks first, while later ones are still read."""
+
+    def __init__(self, books: Books, ids: Sequence[bytes], landing: Landing, epoch: int) -> None:
+        self._books = books
+        self._ids = ids
+        self._landing = landing
+        self._epoch = epoch
+        self._next = 0
+        self._full = not books.keeps_host
+
+    def go_on(self) -> None:
+        """Keep what has come without a gap."""
+        tiers = self._landing.tiers
+        while self._next < len(tiers) and tiers[self._next] is not None and not self._full:
+            self._keep(self._next)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Nothing more comes: keep what lies behind gaps too."""
+        for i in range(self._next, len(self._ids)):
+            if self._landing.tiers[i] is not None and not self._full:
+                self._keep(i)
+
+    def _keep(self, i: int) -> None:
+        header = self._landing.headers.get(i)
+        if header is None:  # it was in host memory
+            return
+        books, content_id = self._books, self._ids[i]
+        with books.lock:
+            if content_id in books.host.catalog:
+                return
+            slot = books.take_slot(header.parent)
+        if slot is None:
+            self._full = True
+            return
+        np.copyto(books.host.view(slot), self._landing.targets[i])
+        with books.lock:
+            if self._epoch != books.epoch:
+                books.host.give(slot)
+            elif books.host.settle(slot, content_id, header.parent):
+                books.announce(True, content_id, header.parent, Tier.HOST)
