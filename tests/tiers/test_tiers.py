@@ -381,7 +381,8 @@ def test_a_disk_that_hangs_is_a_miss_for_all_who_ask_until_it_works_again(kit, m
     assert tiers.match(ids) == []  # nobody is sent to a disk that hangs
     assert kit.load(tiers, ids) == [None] * 8  # at once
     stats = tiers.stats()
-    assert (stats.tiers[Tier.DISK].late, stats.tiers[Tier.DISK].hits, stats.misses) == (32, 0, 40)
+    assert (stats.tiers[Tier.DISK].hits, stats.misses) == (0, 40)
+    assert 8 <= stats.tiers[Tier.DISK].late <= 32  # who came once it was known to hang did not ask
     go_on.set()
     kit.wait_for(lambda: tiers.match(ids) == [Tier.DISK] * 8)
     assert buffers == [[bytearray(kit.BLOCK)] * 8] * 4  # what came late touched none of them
