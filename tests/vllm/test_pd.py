@@ -2,10 +2,12 @@
 
 import json
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from vllm_harness import BLOCK, MODEL, Engine, GatewayThread
+from vllm_harness import BLOCK, MODEL, Engine, GatewayThread, eventually
 
 from sumibi.gateway.options import engine_options
 
@@ -109,3 +111,35 @@ def test_the_gateways_pairs_give_the_tokens_of_one_engine(pair, gateway):
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
     gateway.check_empty()
     assert prefill.metric("vllm:nixl_num_kv_expired_reqs_total") == 0
+
+
+def test_a_prefill_engine_killed_meanwhile_costs_nobody_an_answer(pair, gateway):
+    """kill -9 while it computes: each client gets one whole answer, from the decode engine alone."""
+    prefill, decode = pair
+    prompts = [prompt_of(800, seed) for seed in (5, 6)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(gateway.ask, "/v1/completions", completion(prompt)) for prompt in prompts]
+        # Its own page shows nothing of a request that it finishes in the step in which it began.
+        eventually(lambda: gateway.view(prefill).prefilling, "the prefill engine has a request")
+        time.sleep(0.5)
+        prefill.kill()
+        answers = [future.result() for future in asked]
+    try:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            whole = decode.ask("/v1/completions", completion(prompt, cache_salt="computed here"))
+            assert answer["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+        counted = gateway.look(lambda gateway: gateway.router.counters())
+        assert counted.disagg["decode-only"]["fallback"] >= 1, "it was killed too late"
+        gateway.check_empty()
+        eventually(lambda: not gateway.view(prefill).up, "the gateway knows that it is gone")
+        # What comes now does not wait for it.
+        gateway.ask("/v1/completions", completion(prompt_of(90, seed=8)))
+        assert decode.metric("vllm:num_requests_running") == 0
+    finally:
+        prefill.start()
+        prefill.wait_ready()
+    gateway.wait_exact(prefill, decode)
+    before = fetched_tokens(decode)
+    gateway.ask("/v1/completions", completion(prompt_of(90, seed=9)))
+    assert fetched_tokens(decode) > before, "a prefill engine that came back is used again"
+    gateway.check_empty()
