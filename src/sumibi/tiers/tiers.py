@@ -181,9 +181,9 @@ class BlockTiers:
 
     # Ends
 
-    def clear(self) -> None:
-        """Forget and remove everything of this namespace, in the shared store too. Blocks for the I/O; what
-        is being loaded meanwhile comes back as None. Raises OSError where removing fails.
+    def clear(self, *, shared: bool = True) -> None:
+        """Forget and remove everything of this namespace, in the shared store too unless not `shared`. Blocks
+        for the I/O; what is being loaded meanwhile comes back as None. Raises OSError where removing fails.
         """
         books = self._books
         with books.lock:
@@ -195,7 +195,8 @@ class BlockTiers:
                 books.host.remove(entry)
                 books.announce(False, entry.content_id, entry.parent, Tier.HOST)
         for lower in books.lowers:
-            self._down.writers[lower.tier].between(lower.clear)
+            if shared or lower is not books.store:
+                self._down.writers[lower.tier].between(lower.clear)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the disk's files are known and all that was taken is written (or given up); False if
