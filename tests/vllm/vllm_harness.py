@@ -175,7 +175,8 @@ class Engine:
 
 
 class EngineCache:
-    """What an engine has in its device cache, by its own account: every batch since its start, tallied.
+    """What an engine has cached, by its own account: every batch since its start, tallied. Without more said
+    it is about the device; what lies below is in `below`.
 
     An oracle, so it shares no code with the product: the replay protocol and msgpack are read here anew, and
     the rules are vLLM's. Each stored event adds one physical copy, each removed one takes one, a clear takes
@@ -184,6 +185,8 @@ class EngineCache:
 
     def __init__(self, engine: Engine) -> None:
         self.copies: Counter[int] = Counter()
+        self.below: dict[str, Counter[int]] = {}
+        """Copies in each other medium."""
         self.chains: dict[int, tuple[str, tuple[int, ...]]] = {}
         """Of each block ever stored: its salt, and all tokens up to its end."""
         self.last = -1
@@ -199,24 +202,26 @@ class EngineCache:
         if event["type"] == "AllBlocksCleared":
             self.copies.clear()
             self.cleared += 1
-        elif event["type"] == "BlockRemoved":
-            assert event["medium"] == "GPU"
-            self.removed += len(event["block_hashes"])
+            return
+        medium = event["medium"]
+        copies = self.copies if medium == "GPU" else self.below.setdefault(medium, Counter())
+        if event["type"] == "BlockRemoved":
+            self.removed += len(event["block_hashes"]) if medium == "GPU" else 0
             for block in event["block_hashes"]:
-                assert self.copies[block] > 0, "a block was removed that was not there"
-                self.copies[block] -= 1
+                assert copies[block] > 0, "a block was removed that was not there"
+                copies[block] -= 1
         else:
-            assert (event["type"], event["medium"], event["block_size"]) == ("BlockStored", "GPU", BLOCK)
-            self._stored(event)
+            assert (event["type"], event["block_size"]) == ("BlockStored", BLOCK)
+            self._stored(event, copies)
 
-    def _stored(self, event: dict[str, Any]) -> None:
+    def _stored(self, event: dict[str, Any], copies: Counter[int]) -> None:
         parent = event["parent_block_hash"]
         extras = (event.get("extra_keys") or [None])[0]
         salt, tokens = (extras[-1] if extras else "", ()) if parent is None else self.chains[parent]
         for i, block in enumerate(event["block_hashes"]):
             tokens = (*tokens, *event["token_ids"][i * BLOCK : (i + 1) * BLOCK])
             self.chains[block] = salt, tokens
-            self.copies[block] += 1
+            copies[block] += 1
             self.stored += 1
 
     @property
@@ -224,11 +229,12 @@ class EngineCache:
         """Those with a copy left, by the engine's own names."""
         return {block for block, copies in self.copies.items() if copies}
 
-    def keys(self) -> set[int]:
-        """The same blocks by routing key, of the model's name."""
+    def keys(self, medium: str = "GPU") -> set[int]:
+        """The same blocks, or those of another medium, by routing key, of the model's name."""
+        copies = self.copies if medium == "GPU" else self.below.get(medium, Counter())
         return {
             extend_keys(root_key(MODEL, salt=salt), tokens, BLOCK)[-1]
-            for salt, tokens in (self.chains[block] for block in self.blocks)
+            for salt, tokens in (self.chains[block] for block in copies if copies[block])
         }
 
     def check_names(self) -> None:
@@ -304,6 +310,18 @@ class GatewayThread:
             return wanted <= {(view.endpoint, view.up, view.grade) for view in views}
 
         eventually(exact, "the gateway knows the engines' caches exactly", timeout_s=120.0)
+
+    def known_below(self, engine: Engine, medium: str) -> set[int]:
+        """Routing keys of the blocks that the index says are in this medium of an engine."""
+
+        def read(gateway: Gateway) -> set[int]:
+            index = gateway.router._index
+            feed = gateway.router._fleet.endpoints[engine.endpoint].feed
+            assert feed is not None
+            holder = feed.tiers.get(medium.lower())
+            return set() if holder is None else {key for key in index._at if index.holds(holder, key)}
+
+        return self.look(read)
 
     def known_keys(self, engine: Engine) -> set[int]:
         """Routing keys of the blocks that the index says are in an engine's device cache."""

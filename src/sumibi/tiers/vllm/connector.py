@@ -315,7 +315,7 @@ def _check(vllm_config: Any, transfer: Any, kv_cache_config: Any) -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("sha256"):
         raise ConfigError(
-            f"--prefix-caching-hash-algo is {algorithm!r}, no cryptographic hash, and blocks are found by it; "
+            f"--prefix-caching-hash-algo is {algorithm!r}, which is no cryptographic hash: "
             "give sha256 or sha256_cbor"
         )
     workers = vllm_config.parallel_config.world_size
