@@ -40,7 +40,8 @@ def test_a_pair_is_taken_where_a_prefill_would_hold_up_those_who_decode():
     assert pair.delay_s == pytest.approx(0.4 * 128 * 0.001)
     assert pair.total_s == pytest.approx(pair.ttft_s + pair.delay_s + 0.3 * 1.0)
     whole = next(c for c in made.candidates if not c.prefill)
-    assert whole.delay_s == pytest.approx(0.4 * (1.01 + 128 * 0.001))
+    # Whoever decodes where only that should be done stands still for the whole prefill: twice its seconds.
+    assert whole.delay_s == pytest.approx(2.0 * 1.01 + 0.4 * 128 * 0.001)
     assert made.reason == "delay"
     assert lab.router.counters().disagg == {WHOLE: {"transfer": 1}, PAIR: {"delay": 1}}
 
@@ -66,9 +67,10 @@ def test_a_short_remainder_stays_where_its_conversation_decodes():
 def test_a_busy_prefill_endpoint_is_waited_for_only_so_long():
     lab = fleet()
     busy(lab)
-    kinds = [begin(lab, f"r{i}", prompt(i, 4000))[0] for i in range(4)]
-    assert kinds[0] == "p"
-    assert None in kinds, "four prefills in a row would make the last one wait for twelve seconds"
+    kinds = [begin(lab, f"r{i}", prompt(i, 4000))[0] for i in range(7)]
+    # By hand: a whole run would hold up the one who decodes, and the next pair, for 4 s each, at twice that.
+    assert kinds[:4] == ["p"] * 4, "the fourth waits for twelve seconds"
+    assert None in kinds, "seven prefills in a row would make the last one wait for twenty-four"
 
 
 def test_a_pair_reserves_on_both_sides_and_lets_go_of_each_once():

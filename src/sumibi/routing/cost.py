@@ -17,7 +17,9 @@ compute  prefill of the tokens that are neither there, on the device or below, n
 delay    for those decoding there (DECODE): each stands still while this prefill is computed, and each later
          step is longer by one sequence. Those of a higher priority count for more, of a lower one for
          less. And for those expected back while it is computed, by the times after which prefixes
-         returned so far (`returns`): they will have to wait for what is left of it.
+         returned so far (`returns`): they will have to wait for what is left of it. On an endpoint whose
+         role is to decode standing still costs more, and one whose prompt is being computed for it elsewhere
+         counts with those who decode (STALL).
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
          times the chance that it is wanted again after so long (`recency`). Little where finished
          conversations lie, much where a cache is full of live ones. And for what will be pushed
@@ -36,6 +38,7 @@ Times come from the endpoint's own latency model as learnt so far.
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
+from sumibi.routing.events import Role
 from sumibi.routing.lower import NO_FETCH, Fetch, Kind
 from sumibi.routing.spread import Spread
 
@@ -44,6 +47,9 @@ WORK = 0.3
 wanted. So a prefix that is being computed is waited for a little rather than computed once more."""
 DECODE = 0.4
 """A second later in an answer that streams already counts less than one before its first token."""
+STALL = 2.0
+"""Not where prompts are computed elsewhere so that answers need not stand still: there a second of standing
+still counts so much."""
 RETURNS = 0.5
 """Those expected back count half: they may be sent elsewhere, if that is better for them."""
 EVICT = 1.5
@@ -130,7 +136,11 @@ def price(
         wait_s += (inflight - places + 1) / places * output_tokens * step_s
     # A prefill holds up those who decode; a longer step those as well who will by then.
     longer_s = (decodes + len(load.prefills)) * output_tokens * step_growth_s
-    delay_s = DECODE * (decodes * compute_s + longer_s)
+    held_s = DECODE * decodes * compute_s
+    if endpoint.role is Role.DECODE:
+        # Of those whose prompts are computed elsewhere the next one comes meanwhile; others queue behind it.
+        held_s = STALL * (decodes + min(load.coming, 1)) * compute_s
+    delay_s = held_s + DECODE * longer_s
 
     recency, capacity = endpoint.recency, endpoint.kv_tokens
     answers_tokens = inflight * output_tokens / 2
