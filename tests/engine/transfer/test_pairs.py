@@ -1,11 +1,16 @@
 """Prompts computed on one engine and continued on another say what one engine says alone."""
 
+import os
 import re
+import sys
+import threading
 from typing import ClassVar
 
 import pytest
 
 from sumibi.core.content import content_id, content_root
+from sumibi.engine.transfer import connector
+from sumibi.engine.transfer.pulling import pull
 
 SEEDS = iter(range(1, 1000))
 
@@ -226,3 +231,19 @@ def test_the_real_model_says_the_same_apart(make_served, make_config, make_pair,
         assert changed("loaded") == len(longer) - 1
         assert streamed == alone.tokens(longer, max_tokens=24)
         both.idle()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_pulls_give_way_to_steps(pair, make_prompt, monkeypatch):
+    priorities = []
+
+    def watched(*args, **kwargs):
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return pull(*args, **kwargs)
+
+    monkeypatch.setattr(connector, "pull", watched)
+    pair.serial(make_prompt(next(SEEDS), 100), max_tokens=4)
+    usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert priorities == [min(usual + 5, 19)]
+    steps = pair.d.door.engine._thread.native_id
+    assert os.getpriority(os.PRIO_PROCESS, steps) == usual

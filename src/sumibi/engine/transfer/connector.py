@@ -20,6 +20,7 @@ from msgspec import UNSET
 from sumibi.core.errors import BadRequest
 from sumibi.core.ids import new_id
 from sumibi.engine.loading import Done, KVSink, KVSource, Load
+from sumibi.engine.priority import give_way
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, Sequence
 from sumibi.engine.transfer.config import KVTransferConfig
@@ -245,6 +246,7 @@ class Transfers:
     def _pull(self, fetch: Fetch, load: Load, names: list[bytes], blocks: list[int], done: Done) -> None:
         begun_s = time.monotonic()
         pulled = Pulled()
+        give_way()
         try:
             pulled = pull(
                 self._side,
