@@ -3,12 +3,15 @@
 Heavy imports are inside the verbs (see the package).
 """
 
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
+    from sumibi.local.updown import Report
     from sumibi.stack import Stack
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -88,29 +91,79 @@ def down() -> None:
     print("stopped" if updown.down(_state_dir()) else "no stack is running")
 
 
+class Demo(StrEnum):
+    """What `sumibi demo` can show."""
+
+    AGENTS = "agents"
+    PD = "pd"
+
+
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for demo.json and demo.png.", metavar="DIR")] = Path(
-        "out"
-    ),
+    what: Annotated[
+        Demo,
+        typer.Argument(
+            help="agents: KV-aware routing, a few minutes. pd: prefill and decode apart, a minute.",
+            show_default=False,
+        ),
+    ] = Demo.AGENTS,
+    out: Annotated[
+        Path, typer.Option(help="Directory for the JSON file and the picture.", metavar="DIR")
+    ] = Path("out"),
     model: Annotated[str, typer.Option(help="As for `sumibi up`.")] = "smollm2-135m-instruct",
+    json: Json = False,
 ) -> None:
     """Show what KV-aware routing is worth: bring a stack up, play a script, compare, tear it down.
 
-    Takes a few minutes.
+    \b
+      sumibi demo       a few minutes; writes demo.json and demo.png
+      sumibi demo pd    a minute; writes demo-pd.json and demo-pd.png
 
-    Six short phases show prefixes being computed once and found again; a seventh puts eight
+    agents: six short phases show prefixes being computed once and found again; a seventh puts eight
     conversations under cache pressure, once under the `cost` policy and once under `round-robin`.
+
+    pd: four answers stream while long prompts arrive, on two engines that do both, then on one that prefills
+    and one that decodes; the picture shows the time between tokens.
+
     Uses free ports of its own, so a running stack is not disturbed (but it takes CPU time from the
     measurement). The exit code is 0 only if every claim held.
-    """
+    """  # noqa: D301 (\b keeps the lines of the example as they are)
     from sumibi import console
+
+    with console.progress() as report:
+        shown = _SHOWS[what](model, out, report)
+    if json:
+        print(shown.file.read_text(), end="")
+    else:
+        shown.print_tables()
+    raise typer.Exit(0 if shown.held else 1)
+
+
+class _Shown(NamedTuple):
+    """A demonstration that is over."""
+
+    held: bool
+    file: Path
+    """The JSON."""
+    print_tables: Callable[[], None]
+
+
+def _show_agents(model: str, out: Path, report: "Report") -> _Shown:
     from sumibi.demo.report import print_tables
     from sumibi.demo.run import run_demo
 
-    with console.progress() as report:
-        demonstration = run_demo(model, out, report)
-    print_tables(demonstration.steps, demonstration.claims)
-    raise typer.Exit(0 if demonstration.held else 1)
+    done = run_demo(model, out, report)
+    return _Shown(done.held, out / "demo.json", lambda: print_tables(done.steps, done.claims))
+
+
+def _show_pd(model: str, out: Path, report: "Report") -> _Shown:
+    from sumibi.demo.pd import run_pd
+    from sumibi.demo.pd_report import print_table
+
+    done = run_pd(model, out, report)
+    return _Shown(done.held, out / "demo-pd.json", lambda: print_table(done.arrangements, done.claims))
+
+
+_SHOWS = {Demo.AGENTS: _show_agents, Demo.PD: _show_pd}
 
 
 def status(json: Json = False, admin_port: AdminPort = 8080) -> None:

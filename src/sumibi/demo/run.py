@@ -88,6 +88,13 @@ def _stack(model: str, policy: str, kv_blocks: int, first_port: int, report: Rep
         ("gateway", "admin_port"): first_port + 3,
         ("gateway", "policy"): policy,
     }
+    with stack_of(flags, report) as door:
+        yield door
+
+
+@contextmanager
+def stack_of(flags: dict[KeyPath, object], report: Report) -> Iterator[Door]:
+    """What `flags` say of a stack file's keys, running; gone at the end of the block."""
     stack = load_stack(None, flags)
     state_dir = default_state_dir() / "demo" / STATE_DIR_NAME
     running = up(stack, state_dir, report, tied=True)
