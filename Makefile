@@ -18,7 +18,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer vllm test-vllm bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers clean
+.PHONY: help up down demo setup test lint newcomer vllm test-vllm bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -70,6 +70,9 @@ bench-evictions: $(VENV)/installed-dev  ## which block a tier should let go of: 
 
 bench-tiers: $(VENV)/installed-dev setup  ## KV below the device: restore, TTFT by tier, hit rate, decodes while tiers write (5 to 10 minutes)
 	@$(BIN)/python -m benchmarks.tiers
+
+bench-pd: $(VENV)/installed-dev setup  ## prefill and decode apart against two engines that do both, two cores (20 minutes)
+	@$(BIN)/python -m benchmarks.pd
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

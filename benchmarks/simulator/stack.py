@@ -54,11 +54,21 @@ def recorded_stack(
     *engines, gateway = plan.children
     gateway = dataclasses.replace(gateway, argv=[*gateway.argv, "--record", str(record)])
     plan = dataclasses.replace(plan, children=[*engines, gateway])
+    with running_stack(plan, state_dir) as running:
+        yield running
+
+
+@contextmanager
+def running_stack(plan: StackPlan, state_dir: Path) -> Iterator[RunRecord]:
+    """What `plan` says, ready and known to its gateway; gone at the end of the block.
+
+    Raises EnvironmentProblem if it does not come up.
+    """
     with ExitStack() as ending:
         supervisor = _supervise(plan, state_dir)
         ending.callback(_stop, supervisor)
         running = _wait_ready(supervisor, state_dir)
-        wait_for_fleet(Admin.of(state_dir, plan.admin_url), len(engines))
+        wait_for_fleet(Admin.of(state_dir, plan.admin_url), len(plan.children) - 1)
         yield running
 
 
