@@ -20,6 +20,7 @@ from sumibi.routing.decisions import Decision, Outcome
 from sumibi.routing.events import Dispatch, Finished, FinishReason, Role
 from sumibi.routing.fleet import Fleet
 from sumibi.routing.gate import Gate
+from sumibi.routing.hints import Hints
 from sumibi.routing.ledger import Ledger, Reservation
 from sumibi.routing.levels import beyond
 from sumibi.routing.placing import order_some
@@ -37,6 +38,7 @@ class Attempts:
         computing: Computing,
         gate: Gate,
         choosing: Choosing,
+        hints: Hints,
         count: Counters,
     ) -> None:
         self._config = config
@@ -45,6 +47,7 @@ class Attempts:
         self._computing = computing
         self._gate = gate
         self._choosing = choosing
+        self._hints = hints
         self._count = count
         self._after: list[Callable[[], None]] = []
         """What is left to do of placements."""
@@ -170,6 +173,7 @@ class Attempts:
             self._computing.begin(request, attempt.leg)
         self._gate.recognise(request)
         self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
+        self._hints.goes_on(event.keys)
         if self._choosing.policy(event.model).priced:
             self._used(request, attempt, choice, t)
 
@@ -269,6 +273,8 @@ class Attempts:
             lessons.remember(request, attempt, event.cached_tokens, self._fleet)
         if event.reason is FinishReason.STOP:
             lessons.answer(request, attempt, model, event, decodes)
+            if self._choosing.policy(request.event.model).priced:
+                self._hints.over(request, attempt, t)
         if computed:
             self._gate.ended(request, event)
         self.outcomes.append(lessons.outcome(request, attempt, event))

@@ -34,6 +34,10 @@ class Counters(msgspec.Struct, kw_only=True):
     """By model: 0 if nothing waits at its endpoints, 1 if no request could be placed. While any is held."""
     jain_now: dict[str, float] = msgspec.field(default_factory=dict)
     """By model: how evenly its programs were served lately, 1/n to 1 (Jain's index)."""
+    hints: int = 0
+    """Conversations that an endpoint was told to bring up from below its host memory."""
+    hints_returned: int = 0
+    """Of these, those that went on afterwards."""
     stale_events: int = 0
     """Events for requests, endpoints or replays that are over: ignored."""
     index_blocks_now: int = 0

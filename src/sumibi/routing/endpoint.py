@@ -70,6 +70,7 @@ class Endpoint:
         "max_sequences",
         "models",
         "name",
+        "prefetches",
         "process_start_s",
         "recall",
         "recency",
@@ -111,6 +112,8 @@ class Endpoint:
         self.stores: dict[str, Store] = {}
         """Those that it reads, by name."""
         self.process_start_s: float | None = None
+        self.prefetches = False
+        """It brings KV up when it is told to."""
         self.role = Role.BOTH
         self.revision = ""
         self.transfers = Transfers(config.link, config.kv_bytes_per_token)

@@ -214,6 +214,8 @@ class EndpointUp(Event, frozen=True):
     kv_bytes_per_token: int | None = None
     """For transfers, like `link`, and fetches from `tiers`; None takes the router's default."""
     link: LinkModel | None = None
+    prefetches: bool = False
+    """It brings KV up from lower tiers to its host memory when it is told to (`Prefetch`)."""
 
 
 class EndpointSuspect(Event, frozen=True):
@@ -361,6 +363,15 @@ class AskReplay(Instruction, frozen=True):
 
     endpoint: str
     from_seq: int
+
+
+class Prefetch(Instruction, frozen=True):
+    """Tell `endpoint` to bring up, to its host memory, what it has of `request`, which it answered last of a
+    conversation that should go on soon. A hint: it may be dropped without harm.
+    """
+
+    endpoint: str
+    request: str
 
 
 class WakeAt(Instruction, frozen=True):

@@ -144,6 +144,7 @@ class Fleet:
             endpoint.learn_from(latency, self._hardware.setdefault(latency, Hardware(latency)))
         endpoint.kv_tokens, endpoint.max_sequences = event.kv_tokens, event.max_sequences
         endpoint.role, endpoint.revision = event.role, event.revision
+        endpoint.prefetches = event.prefetches
         endpoint.transfers.know(
             event.link or self._config.link, event.kv_bytes_per_token or self._config.kv_bytes_per_token
         )

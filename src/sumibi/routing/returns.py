@@ -57,6 +57,8 @@ class ReturnTimes:
         ]
         self._since = 0
         self._forecasts: list[list[tuple[float, tuple[float, ...]]]] = []
+        self._returned: list[list[float]] = []
+        """By class: part of the uses that was wanted again after at most the middle of each bin."""
         self._compute()
 
     def known_blocks(self, keys: Sequence[int]) -> int:
@@ -104,6 +106,21 @@ class ReturnTimes:
         if segment is not None:
             segment.used_t = t
 
+    def uses(self, keys: Sequence[int]) -> int:
+        """How often the end of this prompt, as far as it is remembered, was used."""
+        _, segment = self._history.find(keys)
+        return segment.uses if segment is not None else 0
+
+    def back_within(self, uses: int, idle_s: float, within_s: float) -> float:
+        """Chance 0..1 that a stretch used so often before, and idle for so long, is wanted again within the
+        next `within_s` seconds.
+        """
+        returned = self._returned[_class(uses)]
+        before = _at(returned, idle_s)
+        if before >= 1.0:
+            return 0.0
+        return max(0.0, _at(returned, idle_s + within_s) - before) / (1.0 - before)
+
     def forecast(self, uses: int, idle_s: float) -> tuple[float, tuple[float, ...]]:
         """(Chance 0..1 that a stretch used so often before, and idle for so long, is wanted again; what it is
         then expected to wait if its endpoint is busy from now on for each of `BUSY_S` seconds: it waits if it
@@ -120,7 +137,7 @@ class ReturnTimes:
         return self.forecast(uses, idle_s)[1]
 
     def _compute(self) -> None:
-        self._forecasts = []
+        self._forecasts, self._returned = [], []
         for c in range(CLASSES):
             # Part of the uses that were followed by a return after at most the middle of each bin.
             returned, done, uses = [], 0.0, self._uses[c]
@@ -130,6 +147,17 @@ class ReturnTimes:
             ever = min(1.0, done / uses)
             chances = [max(0.0, (ever - r) / (1 - r)) if r < ever else 0.0 for r in returned]
             self._forecasts.append([(chances[i], _waits(returned, i)) for i in range(BINS)])
+            self._returned.append(returned)
+
+
+def _at(returned: list[float], idle_s: float) -> float:
+    """Part that was wanted again after at most `idle_s`: between the middles of two bins, on a line."""
+    place = BINS_PER_DOUBLING * log2(1.0 + min(max(0.0, idle_s), LONGEST_S)) - 0.5
+    if place <= 0:
+        return returned[0] * max(0.0, place + 0.5) * 2
+    low = int(place)
+    high = min(low + 1, BINS - 1)
+    return returned[low] + (returned[high] - returned[low]) * (place - low)
 
 
 def _waits(returned: list[float], i: int) -> tuple[float, ...]:

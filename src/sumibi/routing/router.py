@@ -61,6 +61,7 @@ from sumibi.routing.events import (
 from sumibi.routing.fleet import Fleet
 from sumibi.routing.gate import Gate
 from sumibi.routing.held import Held
+from sumibi.routing.hints import Hints
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.ledger import Ledger, Owner
 from sumibi.routing.lives import Lives
@@ -91,8 +92,16 @@ class Router:
         self._computing = Computing(self._index)
         self._gate = Gate(config, self._fleet)
         self._choosing = Choosing(config, self._fleet, self._index, self._computing)
+        self._hints = Hints(self._fleet, self._index, self._count, self._emit)
         self._attempts = Attempts(
-            config, self._fleet, self._ledger, self._computing, self._gate, self._choosing, self._count
+            config,
+            self._fleet,
+            self._ledger,
+            self._computing,
+            self._gate,
+            self._choosing,
+            self._hints,
+            self._count,
         )
         self._lives = Lives(
             config, self._fleet, self._index, self._computing, self._count, self._emit, observer
@@ -388,6 +397,7 @@ class Router:
             return
         if event.removed:
             self._choosing.gone(endpoint.name)
+            self._hints.gone(endpoint.name)
         self._freed(endpoint)
 
     def _signals(self, event: Signals) -> None:
@@ -405,6 +415,7 @@ class Router:
         for pool in self._gate.pools():
             self._serve(pool)
         self._lives.tick(self._t)
+        self._hints.tick(self._t)
 
     def _expired(self, held: Held) -> None:
         """A held request's time is over. If there are endpoints that could begin with something, it waited

@@ -28,6 +28,16 @@ class HostTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Before the first byte of a restore."""
 
 
+class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KV on a disk of each replica's own: every computed block is written to it, and stays when it is read."""
+
+    tokens: int
+    gb_per_s: float = 7.0
+    """Of a read (10^9 bytes). Default: one NVMe disk (gen 4)."""
+    latency_s: float = 80e-6
+    """Before the first byte of a read."""
+
+
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KV that all replicas share: every computed block is written to it."""
 
@@ -65,6 +75,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     kv_bytes_per_token: int = 131_072
     """For restores and transfers."""
     host: HostTier | None = None
+    disk: DiskTier | None = None
+    prefetches: bool = False
+    """It brings KV from its disk, or the store, to its host memory when it is told to; needs `host`."""
     link: LinkSpec | None = None
     role: Role = "both"
     """prefill: computes prompts for others. decode: generates from prompts computed elsewhere, and takes
@@ -172,11 +185,13 @@ _AT_LEAST_ONE: dict[type[msgspec.Struct], tuple[str, ...]] = {
         "adapter_slots",
     ),
     HostTier: ("tokens",),
+    DiskTier: ("tokens",),
     Store: ("tokens",),
 }
 _ABOVE_ZERO: dict[type[msgspec.Struct], tuple[str, ...]] = {
     FleetSpec: ("scrape_interval_s", "timeout_s"),
     HostTier: ("gb_per_s",),
+    DiskTier: ("gb_per_s",),
     Store: ("gb_per_s",),
     LinkSpec: ("gb_per_s",),
     Fault: ("factor",),
@@ -185,6 +200,7 @@ _NOT_NEGATIVE: dict[type[msgspec.Struct], tuple[str, ...]] = {
     FleetSpec: ("overhead_s", "kv_event_delay_s", "detect_s"),
     Group: ("adapter_load_s",),
     HostTier: ("latency_s",),
+    DiskTier: ("latency_s",),
     Store: ("latency_s",),
     LinkSpec: ("setup_s", "keep_s"),
     LatencyModel: LatencyModel.__struct_fields__,
@@ -199,7 +215,7 @@ def _parts(fleet: FleetSpec) -> Iterator[tuple[str, msgspec.Struct]]:
         yield "store.", fleet.store
     for i, group in enumerate(fleet.groups):
         yield f"groups[{i}].", group
-        for name in ("host", "link", "latency"):
+        for name in ("host", "disk", "link", "latency"):
             part = getattr(group, name)
             if isinstance(part, msgspec.Struct):
                 yield f"groups[{i}].{name}.", part
@@ -231,6 +247,11 @@ def _check(fleet: FleetSpec, source: str) -> None:
     for i, group in enumerate(fleet.groups):
         if group.max_sequences > group.chunk_tokens:
             raise ConfigError(f"{source}: groups[{i}].max_sequences must not exceed chunk_tokens")
+        if group.prefetches and group.host is None:
+            raise ConfigError(
+                f"{source}: groups[{i}].prefetches needs `host`, the memory that KV is brought up to; give it"
+                " or leave `prefetches` out"
+            )
         _check_speed(group.times().model, f"{source}: groups[{i}].latency")
     for i, group in enumerate(fleet.groups):
         roles = {other.role for other in fleet.groups if other.model == group.model}

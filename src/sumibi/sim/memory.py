@@ -4,10 +4,12 @@ A prompt's full blocks are resident, and in use, from the end of the step that c
 partial last block take memory but are not found by later prompts: it is counted in tokens plus half a page
 a job, its mean waste (engines hand out pages of 16 tokens, whatever the block of the router's keys).
 
-Below the device: host memory of the replica, with every block in one of the two, and a store that replicas
-share, to which every computed block is written and from which a copy can be read.
+Below the device: host memory of the replica, with every block in one of the two; a disk of the replica, and a
+store that replicas share, to which every computed block is written and from which a copy can be read. What is
+*brought up* goes from there to host memory before anybody asks for it.
 """
 
+from collections.abc import Sequence
 from math import ceil
 
 from sumibi.core.prefixcache import PrefixCache
@@ -16,8 +18,10 @@ from sumibi.sim.fleet import Group, LinkSpec
 from sumibi.sim.job import Job
 from sumibi.sim.tiers import Blocks, Link
 
-DEVICE, HOST = "gpu", "cpu"
+DEVICE, HOST, DISK = "gpu", "cpu", "storage"
 PAGE_TOKENS = 16
+BROUGHT_AT_ONCE = 8
+"""Blocks that are brought up before somebody who waits goes first, as in the embedded engine."""
 
 
 class Memory:
@@ -30,8 +34,12 @@ class Memory:
         "_private",
         "_promised",
         "block_tokens",
+        "brought",
+        "brought_up",
+        "brought_used",
         "cache",
         "changes",
+        "disk",
         "host",
         "link",
         "store",
@@ -43,7 +51,15 @@ class Memory:
         self.cache = PrefixCache(group.kv_tokens // block_tokens)
         tier = group.host
         self.host = Blocks(tier.tokens // block_tokens, Link(tier.gb_per_s, tier.latency_s)) if tier else None
+        disk = group.disk
+        self.disk = Blocks(disk.tokens // block_tokens, Link(disk.gb_per_s, disk.latency_s)) if disk else None
         self.store = store
+        self.brought: set[int] = set()
+        """Blocks in host memory that were brought up, and not used since."""
+        self.brought_up = 0
+        """Blocks brought up so far."""
+        self.brought_used = 0
+        """Of these, those that were used before they were evicted."""
         link = group.link or LinkSpec()
         self.link = Link(link.gb_per_s, link.setup_s)
         """Over which KV comes from other replicas and goes to them."""
@@ -115,9 +131,19 @@ class Memory:
             found = self.host.match(keys, at, most)
             if found:
                 # Their room in host memory is free at once, so that what makes way for them finds it.
-                self.changes.append(KeysRemoved(HOST, self.host.take(keys[at : at + found])))
+                taken = self.host.take(keys[at : at + found])
+                self.changes.append(KeysRemoved(HOST, taken))
+                if self.brought:
+                    self.brought_used += len(self.brought.intersection(taken))
+                    self.brought.difference_update(taken)
                 ready_s = self.host.link.transfer(found * block_bytes, t)
                 at += found
+        if self.disk is not None:
+            found = self.disk.match(keys, at, most)
+            if found:
+                ready_s = max(ready_s, self.disk.link.transfer(found * block_bytes, t))
+                at += found
+            self.disk.use(keys[:most])
         if self.store is not None:
             found = self.store.match(keys, at, most)
             if found:
@@ -163,9 +189,50 @@ class Memory:
             twice = self.host.take(new)
             if twice:
                 self.changes.append(KeysRemoved(HOST, twice))
+        if self.disk is not None:
+            self.disk.store(new)
+            self.changes.append(KeysCopied(DISK, new))
+            if self.disk.removed:
+                self.changes.append(KeysRemoved(DISK, list(self.disk.removed)))
+                self.disk.removed.clear()
         if self.store is not None:
             self.store.store(new)
             self.store.removed.clear()
+
+    # --- brought up ---
+
+    def bring_up(self, keys: Sequence[int], t: float) -> tuple[list[int], float] | None:
+        """Begin to read the first of this chain that is neither on the device nor in host memory: (blocks,
+        when they are there, for `came_up`). None: nothing more of it can be had.
+        """
+        assert self.host is not None
+        at = self.cache.match(keys)
+        at += self.host.match(keys, at, len(keys))
+        for lower in (self.disk, self.store):
+            found = lower.match(keys, at, len(keys)) if lower is not None else 0
+            if lower is not None and found:
+                found = min(found, BROUGHT_AT_ONCE)
+                size = found * self.block_tokens * self._group.kv_bytes_per_token
+                return list(keys[at : at + found]), lower.link.transfer(size, t)
+        return None
+
+    def came_up(self, keys: Sequence[int], chain: Sequence[int]) -> None:
+        """They were read: those of `chain` that the device has by now are not kept twice."""
+        assert self.host is not None
+        on_device = set(chain[: self.cache.match(chain)])
+        new = [key for key in keys if key not in on_device and key not in self.host]
+        self.host.store(new)
+        self.brought.update(new)
+        self.brought_up += len(new)
+        self.changes.append(KeysCopied(HOST, new))
+        self._host_lost()
+
+    def _host_lost(self) -> None:
+        """KV events of what host memory had no room for."""
+        if self.host is not None and self.host.removed:
+            self.changes.append(KeysRemoved(HOST, list(self.host.removed)))
+            self.brought.difference_update(self.host.removed)
+            self.host.removed.clear()
 
     def generated(self, tokens: int) -> None:
         """So many tokens of output more."""
@@ -199,13 +266,12 @@ class Memory:
                 self.changes.append(KeysCopied(HOST, gone))
             self.changes.append(KeysRemoved(DEVICE, gone))
         cache.removed.clear()
-        if host is not None and host.removed:
-            self.changes.append(KeysRemoved(HOST, list(host.removed)))
-            host.removed.clear()
+        self._host_lost()
 
     def clear(self) -> None:
-        """The process died. A shared store lives on."""
+        """The process died. What is on disk and in a shared store lives on, though nobody tells of the disk."""
         self.cache.clear()
+        self.brought.clear()
         if self.host is not None:
             self.host.clear()
         self.changes.clear()

@@ -1,4 +1,5 @@
-"""Where KV comes from if it is not on the device: host memory, a shared store, adapters, another replica.
+"""Where KV comes from if it is not on the device: host memory, a disk, a shared store, adapters, another
+replica.
 
 All of them deliver over a link, one transfer after the other: set-up time plus bytes over bandwidth.
 """
@@ -53,6 +54,12 @@ class Blocks:
         while len(blocks) > self.capacity:
             oldest, _ = blocks.popitem(last=False)
             self.removed.append(oldest)
+
+    def use(self, keys: Sequence[int]) -> None:
+        """Those of a chain that are here are young again."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
 
     def match(self, keys: Sequence[int], start: int, end: int) -> int:
         """How many of `keys[start:end]` are here without a gap."""

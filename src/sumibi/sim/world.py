@@ -28,6 +28,7 @@ from sumibi.routing.events import (
     FinishReason,
     FirstToken,
     Instruction,
+    Prefetch,
     Refuse,
     Role,
     Signals,
@@ -39,7 +40,7 @@ from sumibi.routing.policies import check_pairing
 from sumibi.routing.router import Router
 from sumibi.sim.fleet import Fault, FleetSpec, Group
 from sumibi.sim.job import Job
-from sumibi.sim.memory import HOST
+from sumibi.sim.memory import DISK, HOST
 from sumibi.sim.pairs import Pairs
 from sumibi.sim.replica import Replica, join
 from sumibi.sim.results import Calls, Status
@@ -55,6 +56,8 @@ WRONG_BY = 3.0
 """Wrong constants are off by a factor between 1/3 and 3, even on a logarithmic scale."""
 REPLAY_S = 0.02
 """From the request for missed KV events to the answer."""
+WAIT_S = 0.01
+"""Between two looks of an engine whether it may go on with what it brings up."""
 STALLED_S = 7_200.0
 """Virtual time in which no step of any replica ends although requests are open: a bug, ours or a policy's."""
 _PROGRESS_EVERY = 64
@@ -88,6 +91,11 @@ class World:
         self._moved_s = 0.0
         """When something happened last that was no clock's doing."""
         self._open: dict[str, Call] = {}
+        self._answered: dict[str, list[int]] = {}
+        """Prompts that were answered by engines that can be told to bring them up, by request."""
+        self._last: dict[tuple[int, str], str] = {}
+        """By session and agent, the request of these."""
+        self.hints_dropped = 0
         self._seen: set[int] = set()
         """Keys of all prompts so far."""
         self._models = {name for group in fleet.groups for name in (group.model, *group.adapters)}
@@ -181,8 +189,43 @@ class World:
                     site = self._by_name[instruction.endpoint]
                     site.stream.asked()
                     self._push(t + REPLAY_S, self._replay, (site, instruction.from_seq))
+                case Prefetch():
+                    self._bring_up(t, instruction)
                 case _:
                     pass
+
+    def _bring_up(self, t: float, hint: Prefetch) -> None:
+        """The hint is at the engine at once. It is dropped while others wait for what they fetch."""
+        site, keys = self._by_name[hint.endpoint], self._answered.get(hint.request)
+        if keys is None or not site.alive or site.replica.fetching:
+            self.hints_dropped += 1
+        else:
+            self._bring_more(t, (site, site.start_s, keys))
+
+    def _bring_more(self, t: float, what: object) -> None:
+        """Read some blocks, or wait until nobody else waits for what it fetches."""
+        assert isinstance(what, tuple)
+        site, start_s, keys = what
+        if not site.alive or site.start_s != start_s:
+            return
+        fetching = site.replica.fetching
+        if fetching:
+            # They go on at the end of a step, which may be later than when all has come.
+            ready_s = max(ready_s for ready_s, _, _ in fetching)
+            self._push(max(t + WAIT_S, ready_s), self._bring_more, what)
+            return
+        reading = site.replica.memory.bring_up(keys, t)
+        if reading is not None:
+            blocks, ready_s = reading
+            self._push(ready_s, self._came_up, (site, start_s, keys, blocks))
+
+    def _came_up(self, t: float, what: object) -> None:
+        assert isinstance(what, tuple)
+        site, start_s, keys, blocks = what
+        if site.alive and site.start_s == start_s:
+            site.replica.memory.came_up(blocks, keys)
+            self._publish(t, site)
+            self._bring_more(t, (site, start_s, keys))
 
     def _tick(self, t: float, _: object) -> None:
         self._tell(Tick(t=t))
@@ -341,6 +384,12 @@ class World:
                 output_tokens=job.output_tokens if done and job else None,
             )
         )
+        if done and call.site is not None and call.site.replica.group.prefetches:
+            turn = call.playing.session.turns[call.index]
+            before = self._last.get((id(call.playing), turn.agent))
+            self._answered.pop(before or "", None)
+            self._last[id(call.playing), turn.agent] = call.name
+            self._answered[call.name] = call.keys
         self._close(t, call, status)
 
     def _attempt_failed(self, t: float, call: Call, reason: FinishReason) -> None:
@@ -412,6 +461,7 @@ class World:
                 role=Role(group.role),
                 revision=group.revision,
                 kv_bytes_per_token=group.kv_bytes_per_token,
+                prefetches=group.prefetches,
                 link=LinkModel(group.link.gb_per_s * 1e9, group.link.setup_s) if group.link else None,
             )
         )
@@ -423,6 +473,11 @@ class World:
         if host is not None:
             tiers.append(
                 Tier(name=HOST, tokens=host.tokens, gb_per_s=host.gb_per_s, latency_s=host.latency_s)
+            )
+        if group.disk is not None:
+            disk = group.disk
+            tiers.append(
+                Tier(name=DISK, tokens=disk.tokens, gb_per_s=disk.gb_per_s, latency_s=disk.latency_s)
             )
         if store is not None:
             tiers.append(
