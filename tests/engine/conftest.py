@@ -232,10 +232,10 @@ class Served:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(30)
 
-    def complete(self, prompt, **fields):
+    def complete(self, prompt, headers=None, **fields):
         """A completion; returns the decoded answer."""
         body = {"model": self.name, "prompt": prompt, "temperature": 0, "return_token_ids": True, **fields}
-        answer = self.http.post("/v1/completions", json=body)
+        answer = self.http.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

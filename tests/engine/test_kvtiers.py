@@ -18,6 +18,7 @@ from sumibi.engine.blocks import wire_hash
 from sumibi.tiers import TiersConfig
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(150)]  # 4 full blocks of 32 can be found again, and 22 tokens
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 32  # keys and values, layers, heads, dimensions, float32, tokens
 OTHERS = [[(11 * i + 5 * k) % 90 + 3 for i in range(300)] for k in range(4)]
 
 
@@ -284,3 +285,53 @@ def test_an_engine_killed_and_started_again_finds_its_blocks_on_disk(tmp_path):
         again, details = complete(url)
         assert again == tokens
         assert details == {"cached_tokens": 128, "cached_tokens_by_tier": {"disk": 128}}
+
+
+def test_a_hint_brings_a_request_up_from_disk_before_the_next_one_asks(make_served, tmp_path):
+    below = tiers(host_bytes=f"{10 * BLOCK_BYTES}", disk={"path": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below, num_gpu_blocks_override=24, max_model_len=640) as engine:
+        name = {"x-request-id": "the-agent's-turn"}
+        tokens, logprobs, _ = ask(engine, PROMPT, headers=name)
+        settle(engine)
+        for other in OTHERS:  # 9 blocks each: the device's 24 and host memory's 10 are gone
+            ask(engine, other)
+        settle(engine)
+        before = engine.http.get("/kv_event_sources").json()["0"]
+        assert before["kv_prefetch"] is True
+        assert hint(engine, "nobody's") == (404, "unknown")
+        assert hint(engine, "the-agent's-turn") == (202, "taken")
+        eventually(lambda: engine.metric("sumibi:kv_tier_prefetched_total") == 4)
+        again, same, usage = ask(engine, PROMPT)
+        assert (again, same) == (tokens, logprobs)
+        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"host": 128}
+        assert engine.metric("sumibi:kv_tier_prefetch_used_total") == 4
+        # Once more: host memory has it, nothing is read; then others press it out unused.
+        assert hint(engine, "the-agent's-turn") == (202, "taken")
+        for other in OTHERS:
+            ask(engine, other)
+        settle(engine)
+        assert hint(engine, "the-agent's-turn") == (202, "taken")
+        eventually(lambda: engine.metric("sumibi:kv_tier_prefetched_total") == 8)
+        for other in OTHERS:
+            ask(engine, other)
+        settle(engine)
+        assert engine.metric("sumibi:kv_tier_prefetch_wasted_total") == 4
+        page = engine.http.get("/metrics").text
+        assert re.search(r'kv_prefetch_hints_total{.*outcome="taken"} 3.0', page)
+        assert re.search(r'kv_prefetch_hints_total{.*outcome="unknown"} 1.0', page)
+
+
+def test_hints_are_answered_whatever_they_say(make_served, served):
+    assert served.http.post("/kv_prefetch", json={"request_id": "r"}).status_code == 404
+    with make_served(kv_tiers=tiers(host_bytes="64MiB")) as engine:  # nothing below: nothing to bring up
+        assert engine.http.get("/kv_event_sources").json()["0"]["kv_prefetch"] is False
+        assert hint(engine, "r") == (404, "unknown")
+        for body in (b"", b"[]", b'{"request_id": 5}', b'{"request_id": ""}'):
+            answer = engine.http.post("/kv_prefetch", content=body)
+            assert answer.status_code == 400
+        assert "request_id" in answer.json()["error"]["message"]
+
+
+def hint(engine, request):
+    answer = engine.http.post("/kv_prefetch", json={"request_id": request})
+    return answer.status_code, answer.json()["outcome"]

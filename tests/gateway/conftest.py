@@ -220,6 +220,12 @@ class FakeEngine:
         self.tokens: list[int] | None = None
         """What /tokenize answers; None: there is no such route."""
         self.tokenize_calls = 0
+        self.sources: dict[str, object] = {}
+        """More that its only rank tells beside its KV events."""
+        self.hints: list[str] = []
+        """Requests that it was told to bring up."""
+        self.hint_status: int | None = 202
+        """What it answers to that; None: nothing."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -286,7 +292,13 @@ class FakeEngine:
                 writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
             case "/kv_event_sources" if self.events is not None or self.rank_events:
                 publishers = self.rank_events or [self.events]
-                await respond_json(writer, 200, {str(i): p.config for i, p in enumerate(publishers)})
+                pages = {str(i): p.config | self.sources for i, p in enumerate(publishers)}
+                await respond_json(writer, 200, pages)
+            case "/kv_prefetch":
+                self.hints.append(request.json["request_id"])
+                if self.hint_status is None:
+                    await asyncio.sleep(60)
+                await respond_json(writer, self.hint_status or 500, {})
             case "/tokenize" if self.tokens is not None:
                 self.tokenize_calls += 1
                 await respond_json(writer, 200, {"tokens": self.tokens, "count": len(self.tokens)})

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -377,3 +378,55 @@ async def test_many_requests_in_flight_survive_the_death_of_an_engine(lab, behav
         answers = await asyncio.gather(*asked)
         assert [answer.status for answer in answers] == [200] * 40
         it.assert_nothing_is_held()
+
+
+def hinted(it, engine):
+    return it.gateway.metrics.endpoint(engine.endpoint).hints
+
+
+async def test_an_idle_conversation_that_sank_is_brought_up_by_the_engine_that_answered_it(lab, monkeypatch):
+    # Anybody who is idle for a moment counts as due: how long that is usually is for the router's own tests.
+    monkeypatch.setattr("sumibi.routing.hints.SOON", 1e-6)
+    monkeypatch.setattr("sumibi.routing.hints.WINDOW_S", 1.0)
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher()
+        engine.sources = {
+            "kv_prefetch": True,
+            "kv_bytes_per_token": 100_000,
+            "kv_tiers": [{"name": "cpu", "tokens": 10_000}, {"name": "storage", "tokens": 100_000}],
+        }
+        await it.start()
+        await it.until(lambda: view(it, engine).grade == "exact")
+        headers = {"x-request-id": "turn-1"}
+        assert (await it.ask("/v1/completions", completion(), headers)).status == 200
+        event = msgspec.structs.replace(stored(TOKENS), medium="STORAGE")
+        await engine.events.publish(event)
+        await it.until(lambda: engine.hints == ["turn-1"] and hinted(it, engine) == {"taken": 1})
+        page = (await it.ask("/metrics")).body.decode()
+        assert f'sumibi_kv_prefetch_hints_total{{endpoint="{engine.endpoint}",outcome="taken"}} 1.0' in page
+        assert "sumibi_kv_prefetch_decided_total 1.0" in page
+
+
+async def test_a_hint_that_goes_wrong_is_counted_and_breaks_nothing(lab, monkeypatch):
+    monkeypatch.setattr(supervision, "_HINT_TIMEOUT_S", 0.2)
+    async with lab() as it:
+        engine = await it.engine()
+        await it.start()
+        for status, outcome in ((404, "unknown"), (503, "busy"), (500, "failed")):
+            engine.hint_status = status
+            it.gateway.shell.hint(engine.endpoint, "r")
+            await it.until(lambda outcome=outcome: hinted(it, engine).get(outcome) == 1)
+        engine.hint_status = None  # it hangs: four are under way, others are not sent
+        for _ in range(7):
+            it.gateway.shell.hint(engine.endpoint, "r")
+        assert hinted(it, engine)["dropped"] == 3
+        assert (await ask(it)).status == 200
+        await it.until(lambda: hinted(it, engine)["failed"] == 5)
+        engine.hint_status = 202
+        it.gateway.shell.hint(engine.endpoint, "r")
+        await it.until(lambda: hinted(it, engine).get("taken") == 1)
+        await engine.stop()
+        it.gateway.shell.hint(engine.endpoint, "r")
+        it.gateway.shell.hint("http://nobody:1#0", "r")
+        await it.until(lambda: hinted(it, engine)["failed"] + hinted(it, engine)["dropped"] == 9)

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from sumibi.core.latency import LatencyModel
-from sumibi.sim.fleet import Group, LinkSpec
+from sumibi.sim.fleet import DiskTier, Group, HostTier, LinkSpec
 from sumibi.sim.job import Job, State
 from sumibi.sim.replica import Replica, join
 from sumibi.sim.tiers import Adapters, Blocks, Link
@@ -155,3 +155,45 @@ def test_ranks_hold_up_one_anothers_decodes():
     run(ranks[0])
     assert ranks[0].intervals.quantile(1.0) == pytest.approx(chunk_s(8000, 0), rel=0.02)
     assert ranks[0].intervals.quantile(0.9) == pytest.approx(0.0136, rel=0.02)
+
+
+def test_what_is_on_disk_is_brought_up_a_few_blocks_at_a_time_and_read_from_host_memory_then():
+    fields = {
+        "kv_tokens": 40 * BLOCK,
+        "host": HostTier(tokens=30 * BLOCK, gb_per_s=10.0),
+        "disk": DiskTier(tokens=1_000 * BLOCK, gb_per_s=1.0, latency_s=0.5),
+    }
+    replica = Replica("r", group(**fields), BLOCK)
+    memory = replica.memory
+    agent, strangers = list(range(1, 21)), [list(range(n, n + 35)) for n in (100, 200)]
+    for at, keys in enumerate((agent, *strangers)):
+        replica.submit(Job(None, keys, len(keys) * BLOCK + 5, 1), 10.0 * at)
+        run(replica)
+    assert memory.cache.match(agent) == 0
+    assert memory.host is not None
+    assert memory.host.match(agent, 0, 20) == 0
+    # Eight blocks at once: latency, and bytes over bandwidth.
+    at_once_s = 0.5 + 8 * BLOCK * 100_000 / 1e9
+    reading = memory.bring_up(agent, 100.0)
+    assert reading == (agent[:8], pytest.approx(100.0 + at_once_s))
+    memory.came_up(reading[0], agent)
+    while reading is not None:
+        memory.came_up(reading[0], agent)
+        reading = memory.bring_up(agent, reading[1])
+    assert memory.host.match(agent, 0, 20) == 20
+    assert memory.brought_up == 20
+    job = Job(None, agent, 20 * BLOCK + 5, 1)
+    replica.submit(job, 200.0)
+    first = run(replica)
+    assert (job.cached_tokens, job.lower_tokens) == (20 * BLOCK, 20 * BLOCK)
+    assert first[job] - 200.0 == pytest.approx(20 * BLOCK * 100_000 / 10e9 + chunk_s(5, 20 * BLOCK))
+    assert memory.brought_used == 20
+    # Without a hint it waits for the disk.
+    replica.submit(Job(None, strangers[0], 35 * BLOCK + 5, 1), 300.0)
+    replica.submit(Job(None, list(range(300, 335)), 35 * BLOCK + 5, 1), 310.0)
+    run(replica)
+    again = Job(None, agent, 20 * BLOCK + 5, 1)
+    replica.submit(again, 400.0)
+    assert memory.host.match(agent, 0, 20) == 0
+    first = run(replica)
+    assert first[again] - 400.0 == pytest.approx(0.5 + 20 * BLOCK * 100_000 / 1e9 + chunk_s(5, 20 * BLOCK))

@@ -25,7 +25,7 @@ from sumibi.core.errors import BadRequest, SumibiError
 from sumibi.core.ids import new_id
 from sumibi.engine.answers import STREAM_END, Writer, error_body, writer_for
 from sumibi.engine.choices import Choices, Piece
-from sumibi.engine.kvtiers import TierLink
+from sumibi.engine.kvtiers import Hint, TierLink
 from sumibi.engine.loop import Engine
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.options import KVEventsConfig
@@ -33,6 +33,8 @@ from sumibi.engine.requests import Request, RequestReader
 from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, TierInfo, Tokenized
 from sumibi.prompts.dialects import decode_body, parse_request
 
+MAX_REQUEST_ID = 256
+"""Characters of a client's request id that are kept."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _INLINE_BYTES = 16 * 1024
 """Bodies up to this are read in the event loop (a few milliseconds at most), longer ones in a thread."""
@@ -77,6 +79,7 @@ class Door:
             Route("/metrics", self.metrics_page),
             Route("/kv_event_sources", self.kv_event_sources),
             Route("/kv_transfer", self.kv_transfer),
+            Route("/kv_prefetch", self.kv_prefetch, methods=["POST"]),
         ]
         if self.dev_mode:
             routes.append(Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]))
@@ -95,7 +98,8 @@ class Door:
         """`POST /v1/chat/completions` and `/v1/completions`."""
         path: str = http.scope["path"]
         request = await _read(http, lambda body: self.reader.read(path, body))
-        return _Answer(self.engine, self.reader, path, request)
+        request_id = http.headers.get("x-request-id", "")[:MAX_REQUEST_ID]
+        return _Answer(self.engine, self.reader, path, request, request_id)
 
     async def render(self, http: HttpRequest) -> Response:
         """`POST .../render`: what the engine would compute; a list of prompts for completions, as in vLLM."""
@@ -159,6 +163,7 @@ class Door:
         page = msgspec.to_builtins(self.sources.kv_events)
         page["kv_bytes_per_token"] = self.sources.kv_bytes_per_token
         page["kv_tiers"] = self.sources.tiers
+        page["kv_prefetch"] = self.tiers is not None and self.tiers.prefetches
         return _json({"0": page})
 
     async def kv_transfer(self, http: HttpRequest) -> Response:
@@ -166,6 +171,16 @@ class Door:
         if self.engine.transfers is None:
             raise HTTPException(404, "this engine was started without --kv-transfer-config")
         return _json(self.engine.transfers.page)
+
+    async def kv_prefetch(self, http: HttpRequest) -> Response:
+        """`POST /kv_prefetch` with `{"request_id": ...}`: bring up to host memory what lower tiers have of a
+        request that was answered here. 202: it will be, 404: no such request is remembered, 503: busy.
+        """
+        hint = await _read(http, lambda body: decode_body(_prefetch, body))
+        if self.tiers is None:
+            raise HTTPException(404, "this engine has no KV tiers; start it with --kv-tiers")
+        outcome = self.tiers.prefetch(hint.request_id)
+        return _json({"outcome": outcome}, _PREFETCH_STATUS[outcome])
 
     async def reset_prefix_cache(self, http: HttpRequest) -> Response:
         """`POST /reset_prefix_cache`, in development mode only: false while any block is held.
@@ -205,8 +220,11 @@ class Door:
 class _Answer(Response):
     """Sends a generation's answer while watching for the client to leave."""
 
-    def __init__(self, engine: Engine, reader: RequestReader, path: str, request: Request) -> None:
+    def __init__(
+        self, engine: Engine, reader: RequestReader, path: str, request: Request, request_id: str
+    ) -> None:
         super().__init__()
+        self._request_id = request_id
         self._engine = engine
         self._reader = reader
         self._path = path
@@ -214,7 +232,7 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            generation = self._engine.submit(self._request.jobs)
+            generation = self._engine.submit(self._request.jobs, self._request_id)
         except SumibiError as error:
             await _send_whole(send, error.status, error_body(error))
             return
@@ -275,6 +293,12 @@ class _Detokenize(msgspec.Struct):
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
 
 
+class _Prefetch(msgspec.Struct):
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_ID)]
+
+
+_prefetch = msgspec.json.Decoder(_Prefetch)
+_PREFETCH_STATUS = {Hint.TAKEN: 202, Hint.UNKNOWN: 404, Hint.BUSY: 503}
 _detokenize = msgspec.json.Decoder(_Detokenize)
 _tokenize = msgspec.json.Decoder(dict[str, Any])
 
@@ -303,8 +327,8 @@ async def _send_whole(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _json(payload: object) -> Response:
-    return Response(msgspec.json.encode(payload), media_type="application/json")
+def _json(payload: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(payload), status, media_type="application/json")
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

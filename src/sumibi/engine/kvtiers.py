@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from queue import Empty, Full, Queue
 
 from sumibi.core.kvevents import BlockRemoved, BlockStored, KVEvent
@@ -40,7 +41,20 @@ _EVENTS_EVERY_S = 0.25
 _REMEMBERED = 1 << 17
 """Blocks whose tokens are kept for events; the oldest go first and are then not announced any more. That
 one which was announced is gone is told without them."""
+_ANSWERED = 1 << 17
+"""Blocks of answered requests that are remembered by the request's name, to be brought up on a hint."""
+_HINTED_BLOCKS = 1 << 12
+"""So many blocks are still to be brought up: further hints are refused."""
 _SETTLE_S = 10.0
+
+
+class Hint(StrEnum):
+    """What became of a hint."""
+
+    TAKEN = "taken"
+    UNKNOWN = "unknown"
+    """No such request is remembered: never seen, without a name, forgotten, or of an earlier process."""
+    BUSY = "busy"
 
 
 @dataclass(slots=True)
@@ -82,6 +96,10 @@ class TierLink:
         # Where blocks are, as published or without: no more of them than the tiers hold.
         self._announced: dict[bytes, set[Tier]] = {}
         self._untold: dict[bytes, set[Tier]] = {}
+        self._answered: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._answered_blocks = 0
+        self.hints = dict.fromkeys(Hint, 0)
+        """Hints by what became of them."""
         self._loaders = ThreadPoolExecutor(_LOADERS, "kv-load")
         self._local = threading.local()
         self._writer = threading.Thread(target=self._write, name="kv-copy", daemon=True)
@@ -106,7 +124,35 @@ class TierLink:
         """What the tiers count."""
         return self._tiers.stats()
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether a hint can be of use: there is host memory, and something below it."""
+        return self._tiers.prefetches
+
     # Up
+
+    def prefetch(self, request_id: str) -> Hint:
+        """Bring up, to host memory, what lower tiers have of a request that was answered. From any thread.
+
+        Not further: what the device has empty it has for those who run, and what is not empty somebody else
+        would lose; from host memory a block takes a fraction of what it takes from disk.
+        """
+        outcome = Hint.TAKEN
+        with self._lock:
+            ids = self._answered.get(request_id)
+            if ids is None:
+                outcome = Hint.UNKNOWN
+            elif self._tiers.prefetching >= _HINTED_BLOCKS:
+                outcome = Hint.BUSY
+            self.hints[outcome] += 1
+        if ids is not None and outcome is Hint.TAKEN:
+            self._post(lambda: self._bring_up(ids))
+        return outcome
+
+    def _bring_up(self, ids: list[bytes]) -> None:
+        """Step thread: what the device has is not needed from below."""
+        on_device = self._pool.match_length(ids)
+        self._tiers.prefetch(ids[on_device:])
 
     def look(self, sequence: Sequence) -> None:
         """See `KVSource`: ask the shared store, and announce what was found without its tokens."""
@@ -187,7 +233,15 @@ class TierLink:
             self._unpin(copy)
 
     def ended(self, sequence: Sequence) -> None:
-        """See `KVSink`: nothing to do."""
+        """See `KVSink`: remember what a request with a name has, for a hint."""
+        name, ids = sequence.request_id, sequence.content_ids[: sequence.filled]
+        if not name or sequence.index or not ids or not self.prefetches:
+            return
+        with self._lock:
+            self._answered_blocks += len(ids) - len(self._answered.pop(name, ()))
+            self._answered[name] = ids
+            while self._answered_blocks > _ANSWERED:
+                self._answered_blocks -= len(self._answered.popitem(last=False)[1])
 
     def settle(self) -> None:
         """Wait until what was held for copying is free again (or, at the latest, a bound): blocks the caller,

@@ -231,8 +231,9 @@ class Engine:
         await asyncio.to_thread(self._lookers.shutdown, wait=True, cancel_futures=True)
         self._end("the engine was stopped")
 
-    def submit(self, jobs: list[Job]) -> Generation:
-        """Start generating. Choice numbers run over the jobs in order, `n` for each.
+    def submit(self, jobs: list[Job], request_id: str = "") -> Generation:
+        """Start generating. Choice numbers run over the jobs in order, `n` for each. `request_id`: the
+        client's name for it.
 
         Raises EngineUnavailable when the engine has failed or holds `MAX_GENERATIONS` requests.
         """
@@ -244,7 +245,7 @@ class Engine:
         prompts = []
         first = 0
         for job in jobs:
-            prompts.append(self._sequences(job, first))
+            prompts.append(self._sequences(job, first, request_id))
             first += job.n
         generation = Generation(self, prompts)
         self._open.add(generation)
@@ -298,7 +299,7 @@ class Engine:
         finally:
             self._clearings.discard(answer)
 
-    def _sequences(self, job: Job, first: int) -> list[Sequence]:
+    def _sequences(self, job: Job, first: int, request_id: str) -> list[Sequence]:
         root = content_root(self._namespace, salt=job.salt)
         block_tokens = self._scheduler.pool.block_tokens
         family = []
@@ -311,6 +312,7 @@ class Engine:
                 content_ids=[],
                 root=root,
                 salt=job.salt,
+                request_id=request_id,
                 index=first + choice,
                 arrived_s=time.monotonic(),
             )

@@ -275,7 +275,17 @@ class TierCounts:
             ("copy_dropped", "Blocks not copied to the tiers because too many waited", self._tiers.dropped),
             ("misses", "Blocks that a load found nowhere", stats.misses),
             ("events_lost", "Events of the tiers that were not published", stats.events_lost),
+            ("prefetched", "Blocks brought up to host memory on a hint", stats.prefetched),
+            ("prefetch_used", "Those of them that were used before they were evicted", stats.prefetch_used),
+            ("prefetch_wasted", "Those of them that were evicted unused", stats.prefetch_wasted),
+            ("prefetch_dropped", "Blocks that a hint named and that were not read", stats.prefetch_dropped),
         ):
             family = CounterMetricFamily(f"sumibi:kv_tier_{name}", text, labels=[*self._labels])
             family.add_metric([*self._labels.values()], value)
             yield family
+        hints = CounterMetricFamily(
+            "sumibi:kv_prefetch_hints", "Hints to bring KV up", labels=[*self._labels, "outcome"]
+        )
+        for outcome, count in self._tiers.hints.items():
+            hints.add_metric([*self._labels.values(), outcome.value], count)
+        yield hints

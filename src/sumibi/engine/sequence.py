@@ -96,6 +96,8 @@ class Sequence:
     root: bytes
     """Content id of the empty prefix (`core.content.content_root`)."""
     salt: str = ""
+    request_id: str = ""
+    """The client's name for the request (`X-Request-Id`); empty: it gave none."""
     index: int = 0
     """Which of the request's choices."""
     siblings: list["Sequence"] = field(default_factory=list)

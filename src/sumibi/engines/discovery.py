@@ -5,6 +5,7 @@ the same everywhere (ledger, index, metrics, logs), so that two spellings of one
 endpoints.
 """
 
+from enum import StrEnum
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,6 +16,23 @@ from sumibi.engines.http import ask
 from sumibi.engines.signals import EngineSignals, parse_signals
 
 _MAX_RANKS = 64
+
+
+class HintOutcome(StrEnum):
+    """What became of a hint to bring KV up."""
+
+    TAKEN = "taken"
+    UNKNOWN = "unknown"
+    """The engine does not remember the request."""
+    BUSY = "busy"
+    """The engine has enough to do."""
+    FAILED = "failed"
+    """No answer in time, or another one."""
+    DROPPED = "dropped"
+    """Not sent: too many were on their way to this engine."""
+
+
+_HINT_OUTCOMES = {202: HintOutcome.TAKEN, 404: HintOutcome.UNKNOWN, 503: HintOutcome.BUSY}
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -49,6 +67,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     events: EventSource | None
     tiers: tuple[TierInfo, ...] = ()
     kv_bytes_per_token: int | None = None
+    prefetches: bool = False
+    """It takes hints to bring KV up (`hint`)."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -86,6 +106,7 @@ class _EventConfig(msgspec.Struct):
     replay_endpoint: str | None = None
     kv_tiers: tuple[TierInfo, ...] = ()
     kv_bytes_per_token: Annotated[int, msgspec.Meta(gt=0)] | None = None
+    kv_prefetch: bool = False
 
     @property
     def publishes(self) -> bool:
@@ -149,10 +170,23 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
                 events=_events(sources.get(rank), host),
                 tiers=sources[rank].kv_tiers if rank in sources else (),
                 kv_bytes_per_token=sources[rank].kv_bytes_per_token if rank in sources else None,
+                prefetches=rank in sources and sources[rank].kv_prefetch,
             )
             for rank in range(ranks)
         ),
     )
+
+
+async def hint(url: str, request_id: str, *, timeout_s: float) -> HintOutcome:
+    """Tell the engine at `url` that a request it answered should go on soon (`POST /kv_prefetch`). Never
+    raises: it is a hint.
+    """
+    body = msgspec.json.encode({"request_id": request_id})
+    try:
+        reply = await ask(*address_of(url), "/kv_prefetch", body=body, timeout_s=timeout_s)
+    except EngineUnavailable:
+        return HintOutcome.FAILED
+    return _HINT_OUTCOMES.get(reply.status, HintOutcome.FAILED)
 
 
 async def _models(url: str, timeout_s: float) -> list[_Model]:

@@ -85,6 +85,12 @@ def _failures(s: Snapshot) -> Iterator[tuple[Labels, Value]]:
             yield (endpoint, reason), count
 
 
+def _hints(s: Snapshot) -> Iterator[tuple[Labels, Value]]:
+    for endpoint, counters in s.metrics.endpoints.items():
+        for outcome, count in counters.hints.items():
+            yield (endpoint, outcome), count
+
+
 def _by_key(
     read: Callable[[Snapshot], dict[str, int]],
 ) -> Callable[[Snapshot], Samples]:
@@ -229,6 +235,12 @@ TABLE = (
         _per_endpoint(lambda e: e.malformed_messages)),
     Row("sumibi_kv_event_streams_lost_total", "Times a KV event stream broke.", "counter", _ENDPOINT,
         _per_endpoint(lambda e: e.streams_lost), "llm_d_epp_kv_cache_events_zmq_errors_total"),
+    Row("sumibi_kv_prefetch_hints_total", "Hints to bring an idle conversation's KV up to host memory.",
+        "counter", ("endpoint", "outcome"), _hints),
+    Row("sumibi_kv_prefetch_decided_total", "Conversations for which the router decided on a hint.",
+        "counter", (), _one(lambda s: s.router.hints)),
+    Row("sumibi_kv_prefetch_returned_total", "Those of them that went on afterwards.",
+        "counter", (), _one(lambda s: s.router.hints_returned)),
     Row("sumibi_kv_event_replays_total", "Replays of missed KV events asked for.", "counter", _ENDPOINT,
         _per_endpoint(lambda e: e.replays)),
     Row("sumibi_kv_event_replays_failed_total", "Replays that did not come to their end.", "counter",

@@ -85,6 +85,7 @@ class Gateway:
         self.watches = [self._watch(number) for number in range(len(options.engines))]
         self.shell.look_at = self._look_at
         self.shell.ask_replay = self._ask_replay
+        self.shell.hint = self._hint
         self._app = App(
             self.shell,
             self.readers,
@@ -204,6 +205,11 @@ class Gateway:
         for watch in self.watches:
             if endpoint in watch.endpoints:
                 watch.ask_replay(endpoint, from_seq)
+
+    def _hint(self, endpoint: str, request: str) -> None:
+        for watch in self.watches:
+            if endpoint in watch.endpoints:
+                watch.hint(endpoint, request)
 
 
 async def serve(options: GatewayOptions) -> int:

@@ -102,6 +102,8 @@ class EndpointCounters:
     scrape_errors: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     """Attempts that failed there, by reason."""
+    hints: dict[str, int] = field(default_factory=dict)
+    """Hints to bring KV up, by what became of them."""
     connections: int = 0
     connections_opened: int = 0
     stale_connections: int = 0

@@ -30,6 +30,7 @@ from sumibi.routing.events import (
     Grade,
     GradeChanged,
     Instruction,
+    Prefetch,
     Refuse,
     Tick,
     WakeAt,
@@ -105,7 +106,8 @@ class Shell:
         self.decode_wait_s = Timeouts().decode_wait_s
         self.ask_replay: Callable[[str, int], None] = lambda endpoint, from_seq: None
         self.look_at: Callable[[str], None] = lambda endpoint: None
-        """Both are set by whoever supervises engines."""
+        self.hint: Callable[[str, str], None] = lambda endpoint, request: None
+        """All three are set by whoever supervises engines."""
         self._router = router
         self._loop = asyncio.get_running_loop()
         self.now = time.monotonic  # the loop has a clock of its own, in whole milliseconds on uvloop
@@ -258,6 +260,8 @@ class Shell:
                 self._wake_at(instruction.at)
             case AskReplay():
                 self.ask_replay(instruction.endpoint, instruction.from_seq)
+            case Prefetch():
+                self.hint(instruction.endpoint, instruction.request)
             case GradeChanged():
                 self.metrics.endpoint(instruction.endpoint).grade = instruction.grade.value
                 log.info(

@@ -20,10 +20,12 @@ from sumibi.core.errors import EngineUnavailable, SumibiError
 from sumibi.engines.discovery import (
     EngineInfo,
     EventSource,
+    HintOutcome,
     RankInfo,
     address_of,
     discover,
     healthy,
+    hint,
     scrape,
 )
 from sumibi.engines.kvevents import (
@@ -59,6 +61,9 @@ _STREAM_WAIT_S = 1.0
 """How long an engine that publishes events waits for its stream before it takes requests without."""
 _REBIND_S = 5.0
 """Until an address for KV events that could not be used is tried again."""
+_HINTS = 4
+"""On their way to one engine at once; more are dropped."""
+_HINT_TIMEOUT_S = 2.0
 _MODELS_EVERY = 15
 """Health checks between two looks at what the engine serves (adapters come and go)."""
 
@@ -103,6 +108,7 @@ class EngineWatch:
         self._streaming: set[str] = set()
         self._stream_change = asyncio.Event()
         self._replays: dict[str, asyncio.Task[None]] = {}
+        self._hints = 0
         self._tasks: set[asyncio.Task[None]] = set()
         """Everything that uses ZMQ sockets; whoever owns their context has to see it end first."""
         self._closed = False
@@ -128,6 +134,26 @@ class EngineWatch:
             running.cancel()
         if not self._closed:
             self._replays[endpoint] = self._start(self._replay(endpoint, from_seq))
+
+    def hint(self, endpoint: str, request: str) -> None:
+        """Tell the engine that this request, which it answered, should go on soon; by the way."""
+        if self._closed or not self.up or self._hints >= _HINTS:
+            self._hinted(endpoint, HintOutcome.DROPPED)
+        else:
+            self._hints += 1
+            self._start(self._send_hint(endpoint, request))
+
+    async def _send_hint(self, endpoint: str, request: str) -> None:
+        try:
+            self._hinted(endpoint, await hint(self.url, request, timeout_s=_HINT_TIMEOUT_S))
+        finally:
+            self._hints -= 1
+
+    def _hinted(self, endpoint: str, outcome: HintOutcome) -> None:
+        counts = self._shell.metrics.endpoint(endpoint).hints
+        counts[outcome.value] = counts.get(outcome.value, 0) + 1
+        if outcome is HintOutcome.FAILED and counts[outcome.value] == 1:
+            log.warning("%s: a hint to bring KV up got no answer; more of these are counted only", endpoint)
 
     async def run(self) -> None:
         """Supervise until cancelled. What goes wrong by a fault of ours ends this life of the engine only."""
@@ -230,6 +256,7 @@ class EngineWatch:
                 max_sequences=rank.signals.max_sequences or self._max_sequences,
                 tiers=[msgspec.convert(tier, Tier, from_attributes=True) for tier in rank.tiers],
                 kv_bytes_per_token=rank.kv_bytes_per_token,
+                prefetches=rank.prefetches,
                 has_events=streaming,
                 has_replay=streaming and source is not None and source.replay is not None,
                 process_start_s=rank.signals.process_start_s,
@@ -414,7 +441,7 @@ def _identity(info: EngineInfo) -> tuple[object, ...]:
     ranks = tuple(
         (
             *(r.endpoint, r.signals.block_tokens, r.signals.kv_tokens, r.signals.max_sequences),
-            *(r.events, r.tiers, r.kv_bytes_per_token),
+            *(r.events, r.tiers, r.kv_bytes_per_token, r.prefetches),
         )
         for r in info.ranks
     )

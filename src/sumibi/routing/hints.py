@@ -1,19 +1,20 @@
 """Which idle conversations are to be brought up before they ask: those that should be back soon and whose KV
 has sunk below host memory where they live.
 
-An engine reads its disk only when somebody waits for it, unless it is told before. Who knows that a tool call
-should be over soon is the router: it has learnt after how long prefixes are wanted again (`returns`), and knows
-by KV events what lies where. So a conversation that was answered is looked at from time to time while it is
-idle, and a hint is due when
+An engine reads its disk only when somebody waits for it, unless it is told before. Who knows that a tool
+call should be over soon is the router: it has learnt after how long prefixes are wanted again (`returns`),
+and knows by KV events what lies where. So a conversation that was answered is looked at from time to time
+while it is idle, and a hint is due when
 
     chance that it is back within the window  x  seconds that host memory spares it
 
 is more than the same of those that would have to leave host memory for it. The window is as long as return
-times are sharp: a part of the time that it has been idle. A conversation gets one hint at most each time that it
-is idle, none once it has gone on or its endpoint has begun another life, and none that it has no use for.
+times are sharp: a part of the time that it has been idle. A conversation gets one hint at most each time that
+it is idle, none once it has gone on or its endpoint has begun another life, and none that it has no use for.
 
-Only endpoints count whose KV events arrive: elsewhere nobody knows that something has sunk. Of each conversation
-a few keys are kept, evenly spaced, instead of all: what they say of where it lies is right to a few percent.
+Only endpoints count whose KV events arrive: elsewhere nobody knows that something has sunk. Of each
+conversation a few keys are kept, evenly spaced, instead of all: what they say of where it lies is right to a
+few percent.
 """
 
 from collections import OrderedDict
@@ -39,8 +40,10 @@ SOON = 0.2
 """Nobody is brought up who returns within the window with less than this chance."""
 MARGIN = 1.5
 """By so much the gain has to exceed the loss: chances are estimates, and a hint keeps the disk busy."""
-WINDOW_S, WINDOW = 2.0, 0.25
+WINDOW_S, WINDOW = 1.0, 0.1
 """How long "soon" is: so many seconds, and this part of the time that it has been idle."""
+LATE_S = 0.5
+"""So late a look may be: ticks are shared."""
 LONGEST_IDLE_S = 3600.0
 """Who has been idle for so long is not looked for any more."""
 MOST_VICTIMS = 64
@@ -55,7 +58,18 @@ def window_s(idle_s: float) -> float:
 class _Idle:
     """A conversation between two turns."""
 
-    __slots__ = ("blocks", "endpoint", "epoch", "hinted", "model", "request", "sample", "since_t", "tip", "uses")
+    __slots__ = (
+        "blocks",
+        "endpoint",
+        "epoch",
+        "hinted",
+        "model",
+        "request",
+        "sample",
+        "since_t",
+        "tip",
+        "uses",
+    )
 
     def __init__(self, request: Request, attempt: Attempt, model: Model, t: float) -> None:
         keys = request.event.keys
@@ -101,7 +115,7 @@ class Hints:
     def over(self, request: Request, attempt: Attempt, t: float) -> None:
         """A request was answered: its conversation is idle from now on."""
         endpoint = attempt.endpoint
-        if not request.event.keys or not attempt.current or not _can_bring_up(endpoint):
+        if not request.event.keys or not attempt.current or not endpoint.prefetches:
             return
         idle = _Idle(request, attempt, self._fleet.models[request.event.model], t)
         self._forget(idle.tip)
@@ -111,6 +125,7 @@ class Hints:
         if len(self._idle) > MOST_IDLE:
             self._forget(next(iter(self._oldest)))
         self._look_again(idle, 0.0)
+        self._wake(t)
 
     def goes_on(self, keys: Sequence[int]) -> None:
         """A request with this prompt was placed: the conversations that it continues are idle no more."""
@@ -127,13 +142,11 @@ class Hints:
 
     def tick(self, t: float) -> None:
         """Time passed: look at those that are due, and have them woken that will be."""
-        if self._wake_t is not None and self._wake_t <= t:
-            self._wake_t = None
         while self._due and self._due[0][0] <= t:
             _, _, idle = heappop(self._due)
             if self._idle.get(idle.tip) is idle:
                 self._look(idle, t)
-        self._wake()
+        self._wake(t)
 
     # --- one conversation ---
 
@@ -225,10 +238,12 @@ class Hints:
         if len(self._due) > 4 * MOST_IDLE:
             self._due = [entry for entry in self._due if self._idle.get(entry[2].tip) is entry[2]]
             heapify(self._due)
-        self._wake()
 
-    def _wake(self) -> None:
-        if self._due and (self._wake_t is None or self._due[0][0] < self._wake_t - 0.5):
+    def _wake(self, t: float) -> None:
+        """Ask for a tick when the first is due, unless one is on its way that comes early enough."""
+        if self._wake_t is not None and self._wake_t <= t:
+            self._wake_t = None
+        if self._due and (self._wake_t is None or self._due[0][0] < self._wake_t - LATE_S):
             self._wake_t = self._due[0][0]
             self._emit(WakeAt(at=self._wake_t))
 

@@ -29,7 +29,7 @@ class HostTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class DiskTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """KV on a disk of each replica's own: every computed block is written to it, and stays when it is read."""
+    """KV on a disk of each replica's own: every computed block is written to it and stays when it is read."""
 
     tokens: int
     gb_per_s: float = 7.0

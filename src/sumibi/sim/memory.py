@@ -269,7 +269,7 @@ class Memory:
         self._host_lost()
 
     def clear(self) -> None:
-        """The process died. What is on disk and in a shared store lives on, though nobody tells of the disk."""
+        """The process died. A store lives on; so does a disk, but nobody tells of it."""
         self.cache.clear()
         self.brought.clear()
         if self.host is not None:

@@ -42,6 +42,9 @@ class Books:
         self.closed = False
         self.events = Events()
         self.misses = 0
+        self.brought: set[bytes] = set()
+        """Blocks of host memory that were brought up before anybody asked, and not used since."""
+        self.prefetched = self.prefetch_used = self.prefetch_wasted = 0
         self.keeps_host = host_bytes > 0
         self.host = HostMemory(
             host_bytes // block_bytes if self.keeps_host else max(8, _STAGING_BYTES // block_bytes),
@@ -116,11 +119,21 @@ class Books:
                 tiers[Tier.STORE] = _copy(self.store.stats)
                 tiers[Tier.STORE].bytes = self.store.held_bytes
                 tiers[Tier.STORE].blocks = self.store.blocks_known
-            return TiersStats(tiers, self.misses, self.events.lost)
+            return TiersStats(
+                tiers,
+                self.misses,
+                self.events.lost,
+                prefetched=self.prefetched,
+                prefetch_used=self.prefetch_used,
+                prefetch_wasted=self.prefetch_wasted,
+            )
 
     def _left_host(self, entry: Entry) -> None:
         if self.keeps_host:
             self.host_stats.evicted += 1
+        if entry.content_id in self.brought:
+            self.brought.discard(entry.content_id)
+            self.prefetch_wasted += 1
         self.announce(False, entry.content_id, entry.parent, Tier.HOST)
 
 

@@ -19,6 +19,7 @@ from sumibi.tiers.config import TiersConfig
 from sumibi.tiers.disk import DiskFiles
 from sumibi.tiers.down import Down
 from sumibi.tiers.host import Bytes, as_bytes
+from sumibi.tiers.prefetch import Prefetch
 from sumibi.tiers.store import SharedStore
 from sumibi.tiers.up import Up
 from sumibi.tiers.words import Buffer, Tier, TierEvent, TiersStats
@@ -48,6 +49,7 @@ class BlockTiers:
         self._books = books = Books(config.host_bytes, block_bytes, order)
         self._down = Down(books, self._namespace)
         self._up = Up(books, self._down)
+        self._prefetch = Prefetch(books, self._up)
         if config.disk:
             books.disk = DiskFiles(
                 config.disk,
@@ -138,9 +140,21 @@ class BlockTiers:
             raise ValueError(f"{len(ids)} ids and {len(buffers)} buffers")
         return self._up.load(ids, [self._target(buffer) for buffer in buffers])
 
-    def prefetch(self, ids: Sequence[bytes]) -> None:
-        """Bring blocks up to host memory in the background, in this order. Nothing without a host tier."""
-        self._up.prefetch(ids)
+    def prefetch(self, ids: Sequence[bytes]) -> int:
+        """Bring blocks up to host memory in the background, in this order, while nobody loads; how many are
+        to come. None without a host tier.
+        """
+        return self._prefetch.bring_up(ids)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether there is host memory and something below it."""
+        return self._books.keeps_host and bool(self._books.lowers)
+
+    @property
+    def prefetching(self) -> int:
+        """Blocks that are still to be brought up."""
+        return self._prefetch.waiting
 
     def store(self, blocks: Iterable[tuple[bytes, bytes | None, Buffer]]) -> int:
         """Take blocks (content id, parent's id or None, bytes): copies them and returns how many were taken,
@@ -174,7 +188,7 @@ class BlockTiers:
     def stats(self) -> TiersStats:
         """Counts so far and what is held now; a copy."""
         stats = self._books.stats()
-        stats.prefetch_dropped = self._up.prefetch_dropped
+        stats.prefetch_dropped = self._prefetch.dropped
         for tier, writer in self._down.writers.items():
             stats.tiers[tier].queue_blocks = len(writer)
         return stats
@@ -191,6 +205,7 @@ class BlockTiers:
         for writer in self._down.writers.values():
             self._down.take_back(writer.drain())
         with books.lock:
+            books.brought.clear()
             for entry in list(books.host.catalog):
                 books.host.remove(entry)
                 books.announce(False, entry.content_id, entry.parent, Tier.HOST)
@@ -216,6 +231,7 @@ class BlockTiers:
         self.flush(timeout_s)
         for writer in self._down.writers.values():
             self._down.take_back(writer.close(timeout_s))
+        self._prefetch.close(timeout_s)
         self._up.close(timeout_s)
         if books.store:
             books.store.workers.close(0.1 if books.store.rest.resting else timeout_s)

@@ -22,8 +22,6 @@ _READERS = 3
 """Threads that read from disk: enough that it never waits for a sum or a copy."""
 _STUCK_S = 5.0
 """A disk that gives no block for so long is taken to hang."""
-_PREFETCH_TASKS = 64
-_PREFETCH_BLOCKS = 1 << 14
 
 
 class Up:
@@ -34,12 +32,21 @@ class Up:
         self._down = down
         self._local = threading.local()
         self._readers = Workers("kv-disk-read", _READERS, 256)
-        self._prefetcher = Workers("kv-prefetch", 1, _PREFETCH_TASKS)
-        self._prefetching: set[bytes] = set()
-        self.prefetch_dropped = 0
+        self.loading = 0
+        """Callers who wait for blocks."""
 
     def load(self, ids: Sequence[bytes], targets: Sequence[Bytes]) -> list[Tier | None]:
         """See `BlockTiers.load`."""
+        with self._books.lock:
+            self.loading += 1
+        try:
+            return self.read(ids, targets)
+        finally:
+            with self._books.lock:
+                self.loading -= 1
+
+    def read(self, ids: Sequence[bytes], targets: Sequence[Bytes]) -> list[Tier | None]:
+        """The same, for somebody whom nobody waits for."""
         books = self._books
         landing = Landing(targets)
         with books.lock:
@@ -57,25 +64,8 @@ class Up:
         keeping.finish()
         return landing.tiers
 
-    def prefetch(self, ids: Sequence[bytes]) -> None:
-        """See `BlockTiers.prefetch`."""
-        books = self._books
-        if not books.keeps_host:
-            return
-        with books.lock:
-            wanted = [i for i in ids if i not in books.host.catalog and i not in self._prefetching]
-            room = _PREFETCH_BLOCKS - len(self._prefetching)
-            self.prefetch_dropped += max(0, len(wanted) - room)
-            wanted = wanted[:room]
-            self._prefetching.update(wanted)
-        if wanted and not self._prefetcher.submit(partial(self._bring_up, wanted)):
-            with books.lock:
-                self._prefetching.difference_update(wanted)
-                self.prefetch_dropped += len(wanted)
-
     def close(self, timeout_s: float) -> None:
         """Stop the threads; one that hangs in a read is left behind."""
-        self._prefetcher.close(timeout_s)
         stuck = self._books.disk is not None and self._books.disk.stuck.resting
         self._readers.close(0.1 if stuck else timeout_s)
 
@@ -96,6 +86,9 @@ class Up:
             return
         with books.lock:
             for _, entry in found:
+                if entry.content_id in books.brought:
+                    books.brought.discard(entry.content_id)
+                    books.prefetch_used += 1
                 # One that found the queues full when it came is wanted below now more than it was then.
                 if not entry.doomed:
                     self._down.queue(entry)
@@ -156,19 +149,6 @@ class Up:
         if memory is None:
             memory = self._local.memory = np.empty(self._books.block_bytes, dtype=np.uint8)
         return memory
-
-    def _bring_up(self, ids: list[bytes]) -> None:
-        """A few blocks at a time, as far as there are any and room for them."""
-        books = self._books
-        scratch = [np.empty(books.block_bytes, dtype=np.uint8) for _ in range(min(8, len(ids)))]
-        try:
-            for first in range(0, len(ids), len(scratch)):
-                part = ids[first : first + len(scratch)]
-                if books.closed or None in self.load(part, scratch[: len(part)]):
-                    return
-        finally:
-            with books.lock:
-                self._prefetching.difference_update(ids)
 
 
 class _Keeping:

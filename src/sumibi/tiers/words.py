@@ -73,4 +73,11 @@ class TiersStats:
     events_lost: int = 0
     """Events that nobody drained in time; the oldest go first."""
     prefetch_dropped: int = 0
-    """Blocks not brought up because too many were asked for at once."""
+    """Blocks not brought up: too many were asked for at once, or somebody was loading all the time."""
+    prefetched: int = 0
+    """Blocks brought up to host memory before anybody asked for them. Those reads count as the lower tier's
+    hits, too."""
+    prefetch_used: int = 0
+    """Of these, loaded by somebody before they were evicted from host memory."""
+    prefetch_wasted: int = 0
+    """Of these, evicted from it without."""
