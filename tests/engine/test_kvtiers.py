@@ -231,14 +231,48 @@ def test_what_was_announced_is_taken_back_although_its_tokens_are_forgotten(make
 
 
 def test_the_engine_says_what_tiers_it_has(make_served, tmp_path):
-    below = tiers(host_bytes="64MiB", disk={"path": str(tmp_path), "bytes": "1GiB"})
+    below = tiers(
+        host_bytes="64MiB",
+        disk={"path": str(tmp_path / "disk"), "bytes": "1GiB"},
+        store={"url": str(tmp_path / "store"), "bytes": "2GiB"},
+    )
     with make_served(kv_tiers=below) as engine:
         page = engine.http.get("/kv_event_sources").json()["0"]
         token_bytes = page["kv_bytes_per_token"]
-        assert page["kv_tiers"] == [
-            {"name": "cpu", "tokens": (64 << 20) // token_bytes},
-            {"name": "storage", "tokens": (1 << 30) // token_bytes},
-        ]
+        host, disk, store = page["kv_tiers"]
+        assert host == {"name": "cpu", "tokens": (64 << 20) // token_bytes}
+        assert disk == {"name": "storage", "tokens": (1 << 30) // token_bytes}
+        assert store == {"name": store["name"], "shared": True, "tokens": (2 << 30) // token_bytes}
+        # Events call it by the same name; another engine with the same store does too, however it is written.
+        published = published_by(engine)
+        ask(engine, PROMPT)
+        eventually(lambda: {e.medium for e in published} >= {"GPU", "CPU", "STORAGE", store["name"]})
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    other = tiers(store={"url": f"file://{tmp_path / 'link'}/", "bytes": "2GiB"})
+    with make_served(kv_tiers=other) as engine:
+        assert engine.http.get("/kv_event_sources").json()["0"]["kv_tiers"] == [store]
+    with make_served(kv_tiers=other, seed=1) as engine:  # other weights have another part of it
+        assert engine.http.get("/kv_event_sources").json()["0"]["kv_tiers"][0]["name"] != store["name"]
+
+
+def test_the_engine_says_how_fast_its_tiers_are_once_it_has_measured(make_served, tmp_path):
+    below = tiers(disk={"path": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below) as engine:
+        ask(engine, PROMPT)
+        for loads in range(3):
+            assert "gb_per_s" not in engine.http.get("/kv_event_sources").json()["0"]["kv_tiers"][0], loads
+            settle(engine)
+            reset(engine)
+            begun_s = time.monotonic()
+            ask(engine, PROMPT)
+            took_s = time.monotonic() - begun_s
+        eventually(lambda: series(engine, "sumibi:kv_tier_gb_per_s"))
+        (disk,) = engine.http.get("/kv_event_sources").json()["0"]["kv_tiers"]
+        # All loads were of four blocks: no latency can be told from bandwidth. Each was part of a request.
+        assert disk["latency_s"] == 0
+        assert 4 * BLOCK_BYTES / (disk["gb_per_s"] * 1e9) < 2 * took_s
+        assert 0 < disk["gb_per_s"] < 100
+        assert series(engine, "sumibi:kv_tier_gb_per_s") == {"disk": disk["gb_per_s"]}
 
 
 def test_without_tiers_nothing_is_looked_up_outside(served):

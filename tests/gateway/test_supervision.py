@@ -430,3 +430,17 @@ async def test_a_hint_that_goes_wrong_is_counted_and_breaks_nothing(lab, monkeyp
         it.gateway.shell.hint(engine.endpoint, "r")
         it.gateway.shell.hint("http://nobody:1#0", "r")
         await it.until(lambda: hinted(it, engine)["failed"] + hinted(it, engine)["dropped"] == 9)
+
+
+async def test_speeds_that_an_engine_has_measured_meanwhile_are_the_router_s(lab, monkeypatch):
+    monkeypatch.setattr(supervision, "_MODELS_EVERY", 1)
+    async with lab() as it:
+        engine = await it.engine()
+        engine.events = it.publisher()
+        engine.sources = {"kv_tiers": [{"name": "storage", "tokens": 100_000}]}
+        await it.start()
+        await it.until(lambda: [t.gb_per_s for t in view(it, engine).tiers] == [pytest.approx(7.0)])
+        tier = {"name": "storage", "tokens": 100_000, "gb_per_s": 0.5, "latency_s": 0.01}
+        engine.sources = {"kv_tiers": [tier]}
+        await it.until(lambda: [t.gb_per_s for t in view(it, engine).tiers] == [pytest.approx(0.5)])
+        assert view(it, engine).tiers[0].latency_s == 0.01

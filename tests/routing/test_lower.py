@@ -307,3 +307,20 @@ def test_a_conversation_is_fetched_elsewhere_where_that_is_quicker_than_to_wait(
         assert lab.ask("ahead", prompt("ahead", ahead_blocks * BLOCK), max_tokens=128) == "a"
     lab.up("b", **fields)
     assert lab.ask("turn", [*p, *prompt("new", BLOCK)], max_tokens=128) == expected
+
+
+def test_what_an_endpoint_says_later_of_its_tiers_speed_counts_from_then_on():
+    lab = made_of("a", tiers=[Tier(name="storage", tokens=1000 * BLOCK)], has_events=True)
+    told = Told(lab, "a")
+    p, q = prompt("p", 20 * BLOCK), prompt("q", 20 * BLOCK)
+    told.stored(0, p, "STORAGE")
+    told.stored(100, q, "STORAGE")
+    gb_per_s, latency_s = USUAL[Kind.DISK]
+    size_bytes = 20 * BLOCK * BYTES
+    assert look(lab, "1", [*p, 1]).fetch_s == pytest.approx(latency_s + size_bytes / (gb_per_s * 1e9))
+    lab.t += 1000.0
+    measured = Tier(name="storage", tokens=1000 * BLOCK, gb_per_s=0.4, latency_s=0.02)
+    lab.up("a", tiers=[measured], has_events=True, kv_bytes_per_token=BYTES)
+    assert look(lab, "2", [*q, 1]).fetch_s == pytest.approx(0.02 + size_bytes / 0.4e9)
+    (tier,) = lab.view("a").tiers
+    assert (tier.gb_per_s, tier.latency_s, tier.blocks) == (pytest.approx(0.4), 0.02, 40)

@@ -32,6 +32,7 @@ from sumibi.engine.options import KVEventsConfig
 from sumibi.engine.requests import Request, RequestReader
 from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, TierInfo, Tokenized
 from sumibi.prompts.dialects import decode_body, parse_request
+from sumibi.tiers import Tier
 
 MAX_REQUEST_ID = 256
 """Characters of a client's request id that are kept."""
@@ -49,7 +50,7 @@ class EngineSources:
     """What `/kv_event_sources` tells."""
 
     kv_events: KVEventsConfig
-    tiers: list[TierInfo]
+    tiers: dict[Tier, TierInfo]
     kv_bytes_per_token: int
 
 
@@ -162,9 +163,20 @@ class Door:
         """`GET /kv_event_sources`: where each data-parallel rank publishes (there is one)."""
         page = msgspec.to_builtins(self.sources.kv_events)
         page["kv_bytes_per_token"] = self.sources.kv_bytes_per_token
-        page["kv_tiers"] = self.sources.tiers
+        page["kv_tiers"] = self._tier_infos()
         page["kv_prefetch"] = self.tiers is not None and self.tiers.prefetches
         return _json({"0": page})
+
+    def _tier_infos(self) -> list[TierInfo]:
+        """Each tier, with its speed as soon as that is measured."""
+        speeds = self.tiers.speeds.told() if self.tiers is not None else {}
+        infos = []
+        for tier, info in self.sources.tiers.items():
+            speed = speeds.get(tier)
+            if speed is not None:
+                info = msgspec.structs.replace(info, gb_per_s=speed.gb_per_s, latency_s=speed.latency_s)
+            infos.append(info)
+        return infos
 
     async def kv_transfer(self, http: HttpRequest) -> Response:
         """`GET /kv_transfer`: what a gateway has to know to pair this engine with another."""

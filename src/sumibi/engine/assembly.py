@@ -33,7 +33,7 @@ from sumibi.engine.transfer.connector import Transfers
 from sumibi.engine.wire import TierInfo
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
-from sumibi.tiers import BlockTiers
+from sumibi.tiers import BlockTiers, Tier
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def assemble(options: EngineOptions, *, on_failure: Callable[[], None]) -> tuple
             raise
     if link is not None:
         link.start(scheduler, events, engine.post)
-    told = EngineSources(sources, _tier_infos(options, model), model.kv_bytes_per_token)
+    told = EngineSources(sources, _tier_infos(options, model, link), model.kv_bytes_per_token)
     return Door(engine, reader, metrics, told, options.enable_dev_mode, link), publisher
 
 
@@ -267,7 +267,8 @@ def _tiers(
         return None
     namespace = _bytes_namespace(options, sizes, directory)
     tiers = BlockTiers(options.kv_tiers, block_bytes=model.block_bytes, namespace=namespace)
-    return TierLink(tiers, model, pool, asks_store=options.kv_tiers.store is not None)
+    store = options.kv_tiers.store
+    return TierLink(tiers, model, pool, store=None if store is None else store.name(namespace))
 
 
 def _bytes_namespace(options: EngineOptions, sizes: Sizes, directory: Path) -> str:
@@ -296,20 +297,25 @@ def _weights_digest(options: EngineOptions, directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _tier_infos(options: EngineOptions, model: Model) -> list[TierInfo]:
+def _tier_infos(options: EngineOptions, model: Model, link: TierLink | None) -> dict[Tier, TierInfo]:
     """What the engine says of its tiers, in the words of its KV events."""
     config = options.kv_tiers
-    if config is None:
-        return []
-    infos = []
-    if config.host_bytes:
-        infos.append(TierInfo(name="cpu", tokens=config.host_bytes // model.kv_bytes_per_token))
-    if config.disk:
-        infos.append(TierInfo(name="storage", tokens=config.disk.bytes // model.kv_bytes_per_token))
-    elif config.store:
-        tokens = config.store.bytes // model.kv_bytes_per_token
-        infos.append(TierInfo(name="storage", shared=True, tokens=tokens))
-    return infos
+    if config is None or link is None:
+        return {}
+    limits = {
+        Tier.HOST: config.host_bytes,
+        Tier.DISK: config.disk.bytes if config.disk else 0,
+        Tier.STORE: config.store.bytes if config.store else 0,
+    }
+    return {
+        tier: TierInfo(
+            name=link.media[tier].lower(),
+            shared=tier is Tier.STORE,
+            tokens=limit // model.kv_bytes_per_token,
+        )
+        for tier, limit in limits.items()
+        if limit
+    }
 
 
 def _publisher(options: EngineOptions) -> tuple[ZmqPublisher | None, KVEventsConfig]:

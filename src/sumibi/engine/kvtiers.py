@@ -29,6 +29,7 @@ from sumibi.engine.model import Model
 from sumibi.engine.publisher import EventSink
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import Sequence
+from sumibi.engine.speeds import Speeds
 from sumibi.tiers import BlockTiers, Tier, TierEvent, TiersStats
 
 log = logging.getLogger(__name__)
@@ -79,16 +80,20 @@ class TierLink:
 
     timeout_s = 30.0
 
-    def __init__(self, tiers: BlockTiers, model: Model, pool: BlockPool, *, asks_store: bool) -> None:
-        """`asks_store`: whether there is a shared store, which others may have filled."""
+    def __init__(self, tiers: BlockTiers, model: Model, pool: BlockPool, *, store: str | None) -> None:
+        """`store`: what KV events call the shared store, which others may have filled; None: no store."""
         self._tiers = tiers
         self._model = model
         self._pool = pool
-        self._asks_store = asks_store
+        self._asks_store = store is not None
+        self.media = {tier: tier.medium for tier in Tier} | ({Tier.STORE: store} if store else {})
+        """What KV events call each tier."""
         self._batch = batch_blocks(model.block_bytes)
         self._copies: Queue[_Copy | None] = Queue(1 << 16)
         self._pinned_most = max(8, int(_PINNED_SHARE * pool.num_blocks))
         self._pinned = 0  # the step thread's
+        self.speeds = Speeds()
+        """Of loads, by tier."""
         self.dropped = 0
         """Blocks not copied down because too many waited."""
         self._lock = threading.Lock()
@@ -179,6 +184,7 @@ class TierLink:
 
     def _load(self, load: Load, done: Done) -> None:
         sources: list[str] = []
+        begun_s = time.monotonic()
         try:
             ids, blocks = load.content_ids, load.blocks
             for first in range(0, len(ids), self._batch):
@@ -193,7 +199,10 @@ class TierLink:
                     break
         except Exception:
             log.exception("a load from the KV tiers failed: the rest is computed")
+        took_s = time.monotonic() - begun_s
         done(sources)
+        if sources and len(sources) == len(load.content_ids) and sources.count(sources[0]) == len(sources):
+            self.speeds.loaded(Tier(sources[0]), len(sources) * self._model.block_bytes, took_s)
 
     def _buffers(self, count: int) -> list[memoryview]:
         """Memory of the calling thread for `count` blocks, used again in its next call."""
@@ -338,7 +347,8 @@ class TierLink:
         parent = None if told.parent is None else wire_hash(told.parent)
         last = events[-1] if events else None
         follows = isinstance(last, BlockStored) and last.block_hashes[-1] == parent
-        if parent is not None and follows and last.medium == change.medium:  # type: ignore[union-attr]
+        medium = self.media[change.tier]
+        if parent is not None and follows and last.medium == medium:  # type: ignore[union-attr]
             assert isinstance(last, BlockStored)
             assert last.extra_keys is not None
             last.block_hashes.append(name)
@@ -351,7 +361,7 @@ class TierLink:
                 parent_block_hash=parent,
                 token_ids=list(told.token_ids),
                 block_size=self._pool.block_tokens,
-                medium=change.medium,
+                medium=medium,
                 extra_keys=[[told.salt] if told.salt and parent is None else None],
                 group_idx=0,
                 kv_cache_spec_kind=FULL_ATTENTION,
@@ -366,10 +376,11 @@ class TierLink:
             self._told.pop(change.content_id, None)
         name = wire_hash(change.content_id)
         last = events[-1] if events else None
-        if isinstance(last, BlockRemoved) and last.medium == change.medium:
+        medium = self.media[change.tier]
+        if isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(name)
         else:
-            events.append(BlockRemoved(block_hashes=[name], medium=change.medium, group_idx=0))
+            events.append(BlockRemoved(block_hashes=[name], medium=medium, group_idx=0))
 
 
 def _forget(places: dict[bytes, set[Tier]], change: TierEvent) -> bool:

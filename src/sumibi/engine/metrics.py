@@ -271,6 +271,16 @@ class TierCounts:
             for tier, counts in stats.tiers.items():
                 family.add_metric([*self._labels.values(), tier.value], getattr(counts, name))
             yield family
+        speeds = self._tiers.speeds.told()
+        for name, text in (
+            ("gb_per_s", "10^9 bytes a second of a load"),
+            ("latency_s", "Before its first byte"),
+        ):
+            full = name.replace("latency_s", "latency_seconds")
+            gauge = GaugeMetricFamily(f"sumibi:kv_tier_{full}", f"{text}, as measured and told", labels=names)
+            for tier, speed in speeds.items():
+                gauge.add_metric([*self._labels.values(), tier.value], getattr(speed, name))
+            yield gauge
         for name, text, value in (
             ("copy_dropped", "Blocks not copied to the tiers because too many waited", self._tiers.dropped),
             ("misses", "Blocks that a load found nowhere", stats.misses),

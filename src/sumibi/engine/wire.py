@@ -24,7 +24,11 @@ class TierInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     """The medium of its KV events, in lower case."""
     shared: bool = False
+    """Engines that give this name read and write the same store."""
     tokens: int | None = None
+    gb_per_s: float | None = None
+    """10^9 bytes a second of a load, as measured here; None: not measured yet, like the next."""
+    latency_s: float | None = None
 
 
 class Usage(msgspec.Struct):

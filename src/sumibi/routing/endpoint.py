@@ -330,6 +330,7 @@ class Endpoint:
                     blocks=blocks,
                     tokens=None if place.tokens == inf else int(place.tokens),
                     gb_per_s=self.transfers.bytes_per_token / place.token_s / 1e9,
+                    latency_s=place.latency_s,
                     grade=self.grade if told else min(self.grade, Grade.APPROXIMATE, key=_TRUST.index),
                 )
             )

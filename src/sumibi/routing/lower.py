@@ -256,5 +256,7 @@ class TierView(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None
     """Its room; None: not known."""
     gb_per_s: float
+    """Of a read, and its latency before the first byte: as the endpoint tells, or what is usual."""
+    latency_s: float
     grade: Grade
     """How well its contents are known: by KV events, or by our own prompts."""

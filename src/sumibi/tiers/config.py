@@ -5,6 +5,8 @@
 
 import re
 from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +31,15 @@ class StoreTier(msgspec.Struct, frozen=True):
     bytes: int
     timeout_s: float = 5.0
     """How long one call of `find` or `load` may wait for the store in all."""
+
+    def name(self, namespace: str) -> str:
+        """What engines call the part of the store that holds the blocks of one namespace: the same for all
+        that share it, if they were given the same URL (or the same path, links resolved).
+        """
+        url = self.url
+        if "://" not in url or url.startswith("file://"):
+            url = str(Path(url.removeprefix("file://")).resolve())
+        return "store-" + blake2b(f"{url.rstrip('/')}\n{namespace}".encode(), digest_size=6).hexdigest()
 
 
 class TiersConfig(msgspec.Struct, frozen=True):
