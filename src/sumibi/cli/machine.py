@@ -96,13 +96,15 @@ class Demo(StrEnum):
 
     AGENTS = "agents"
     PD = "pd"
+    TIERS = "tiers"
 
 
 def demo(
     what: Annotated[
         Demo,
         typer.Argument(
-            help="agents: KV-aware routing, a few minutes. pd: prefill and decode apart, a minute.",
+            help="agents: KV-aware routing, a few minutes. pd: prefill and decode apart, a minute."
+            " tiers: KV below the device, a minute.",
             show_default=False,
         ),
     ] = Demo.AGENTS,
@@ -117,12 +119,17 @@ def demo(
     \b
       sumibi demo       a few minutes; writes demo.json and demo.png
       sumibi demo pd    a minute; writes demo-pd.json and demo-pd.png
+      sumibi demo tiers a minute; writes demo-tiers.json and demo-tiers.png
 
     agents: six short phases show prefixes being computed once and found again; a seventh puts eight
     conversations under cache pressure, once under the `cost` policy and once under `round-robin`.
 
     pd: four answers stream while long prompts arrive, on two engines that do both, then on one that prefills
     and one that decodes; the picture shows the time between tokens.
+
+    tiers: one engine whose device holds one of five conversations. One comes back after the others pushed it
+    off: without tiers it is computed again; with them it comes from host memory, and from disk after the
+    engine was killed and started again.
 
     Uses free ports of its own, so a running stack is not disturbed (but it takes CPU time from the
     measurement). The exit code is 0 only if every claim held.
@@ -163,7 +170,15 @@ def _show_pd(model: str, out: Path, report: "Report") -> _Shown:
     return _Shown(done.held, out / "demo-pd.json", lambda: print_table(done.arrangements, done.claims))
 
 
-_SHOWS = {Demo.AGENTS: _show_agents, Demo.PD: _show_pd}
+def _show_tiers(model: str, out: Path, report: "Report") -> _Shown:
+    from sumibi.demo.tiers_report import print_tables
+    from sumibi.demo.tiers_run import run_demo
+
+    done = run_demo(model, out, report)
+    return _Shown(done.held, out / "demo-tiers.json", lambda: print_tables(done.steps, done.claims))
+
+
+_SHOWS = {Demo.AGENTS: _show_agents, Demo.PD: _show_pd, Demo.TIERS: _show_tiers}
 
 
 def status(json: Json = False, admin_port: AdminPort = 8080) -> None:

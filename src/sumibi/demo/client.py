@@ -25,6 +25,8 @@ class Answer:
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int
+    cached_by_tier: dict[str, int]
+    """Of `cached_tokens`, as the engine tells it: `device`, `host`, `disk`, `store`."""
 
 
 class Stream:
@@ -93,4 +95,6 @@ def ask(url: str, model: str, messages: list[Message], max_tokens: int) -> Answe
     if stream.ttft_s is None or not usage:
         raise EngineUnavailable(f"request {stream.request_id}: the answer held no content or no usage")
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(stream.request_id, stream.ttft_s, usage["prompt_tokens"], details.get("cached_tokens") or 0)
+    cached = details.get("cached_tokens") or 0
+    by_tier = details.get("cached_tokens_by_tier") or ({"device": cached} if cached else {})
+    return Answer(stream.request_id, stream.ttft_s, usage["prompt_tokens"], cached, by_tier)
