@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
@@ -99,6 +100,25 @@ def test_what_the_device_evicted_is_found_in_host_memory(make_served):
         again, same, usage = ask(engine, PROMPT)
         assert (again, same) == (tokens, logprobs)
         assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"host": 128}
+
+
+def test_a_step_s_blocks_go_down_although_those_of_the_step_before_wait(make_served, monkeypatch):
+    """Also where the device holds few steps: what is computed while a copy is made must find room."""
+    prompt = [(13 * i) % 90 + 3 for i in range(512)]  # 2 steps of 8 blocks
+    below = tiers(host_bytes="64MiB")
+    with make_served(kv_tiers=below, num_gpu_blocks_override=40, max_model_len=600) as engine:
+        answered = threading.Event()
+        copy = engine.door.tiers._model.read_blocks
+        monkeypatch.setattr(
+            engine.door.tiers._model, "read_blocks", lambda *a: answered.wait(10) and copy(*a)
+        )
+        ask(engine, prompt)
+        answered.set()
+        settle(engine)
+        assert series(engine, "sumibi:kv_tier_stored_total")["host"] == 16
+        assert engine.metric("sumibi:kv_tier_copy_dropped_total") == 0
+        reset(engine)
+        assert ask(engine, prompt)[2]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"host": 511}
 
 
 def test_requests_that_press_one_another_off_a_small_device_answer_as_if_alone(make_served):

@@ -62,10 +62,10 @@ def write_picture(path: Path, played: Sequence[Played], claims: Sequence[Claim])
     for before, turn in zip([None, *played], played, strict=False):
         at += 1.0 if before is None or before.side == turn.side else 1.8
         if turn.killed_before:
-            at += 0.6
-            axes.axvline(at - 0.8, color="#444444", linestyle=":", linewidth=1.4)
+            at += 1.2
+            axes.axvline(at - 1.1, color="#444444", linestyle=":", linewidth=1.4)
             axes.annotate(
-                "kill -9,\nstarted again", (at - 0.8, 0.62), xycoords=("data", "axes fraction"), ha="center",
+                "kill -9,\nstarted again", (at - 1.1, 0.62), xycoords=("data", "axes fraction"), ha="center",
                 fontsize=9, bbox={"facecolor": "white", "edgecolor": "none"},
             )  # fmt: skip
         places.append(at)

@@ -1,12 +1,13 @@
 """The demonstration of KV tiers: what is sent, and what it claims. Pure: texts and steps from a seed.
 
-Five conversations of 2,000 tokens on an engine whose device holds one. One of them, A, goes on after the others
-have had their turn: without tiers, then with host memory and disk below the device; there the engine is
-killed and started again between two of its turns.
+Five conversations of 2,000 tokens on an engine whose device holds one. One of them, A, goes on after the
+others have had their turn: without tiers, then with host memory and disk below the device; there the engine
+is killed and started again between two of its turns.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from sumibi.demo.claims import BLOCK_TOKENS, Claim
@@ -54,8 +55,9 @@ class Played:
 
     @property
     def place(self) -> str:
-        """Where most of what was found lay."""
-        return max(self.cached_by_tier, key=self.cached_by_tier.__getitem__, default="computed")
+        """Where most of the prompt's KV came from."""
+        shares = {"computed": self.prompt_tokens - sum(self.cached_by_tier.values()), **self.cached_by_tier}
+        return max(shares, key=shares.__getitem__)
 
 
 def script(texts: Texts) -> list[Turn]:
@@ -87,7 +89,7 @@ def judge(played: Sequence[Played]) -> list[Claim]:
         )
     ]
     mine = [turn for turn in played if turn.side == "on" and turn.label.startswith("A")]
-    for before, turn in zip(mine, mine[1:], strict=False):
+    for before, turn in pairwise(mine):
         known = before.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         name = f"{turn.label}: share of the turn before that {turn.wanted} gave"
         if turn.killed_before:
@@ -95,12 +97,8 @@ def judge(played: Sequence[Played]) -> list[Claim]:
         share = turn.cached_by_tier.get(turn.wanted, 0) / known
         claims.append(Claim(name, share, ">=", FOUND_SHARE, share >= FOUND_SHARE))
         if turn.wanted in TTFT_AT_MOST:
-            ratio = turn.ttft_s / computed.ttft_s
-            claims.append(
-                _at_most(
-                    f"{turn.label}: TTFT from {turn.wanted} / computed", ratio, TTFT_AT_MOST[turn.wanted]
-                )
-            )
+            name = f"{turn.label}: TTFT from {turn.wanted} / computed"
+            claims.append(_at_most(name, turn.ttft_s / computed.ttft_s, TTFT_AT_MOST[turn.wanted]))
     return claims
 
 

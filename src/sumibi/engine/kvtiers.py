@@ -15,7 +15,7 @@ tell no tokens: their blocks are announced when the first prompt that has them c
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 _LOADERS = 2
 _BATCH_BYTES = 24 << 20
 _BATCH_MOST = 64
-_PINNED_SHARE = 0.125
+_PINNED_SHARE = 0.5
+"""A step's blocks wait while the next step computes as many, and a device may hold few steps' blocks."""
 _EVENTS_EVERY_S = 0.25
 _REMEMBERED = 1 << 17
 """Blocks whose tokens are kept for events; the oldest go first and are then not announced any more. That
@@ -94,6 +95,7 @@ class TierLink:
         self._pinned = 0  # the step thread's
         self.speeds = Speeds()
         """Of loads, by tier."""
+        self._copied: deque[_Copy] = deque()
         self.dropped = 0
         """Blocks not copied down because too many waited."""
         self._lock = threading.Lock()
@@ -223,11 +225,14 @@ class TierLink:
                     self._remember(sequence, index)
         if not new:
             return
-        if self._pinned + len(new) > self._pinned_most:
+        self._unpin_copied()
+        if excess := max(0, self._pinned + len(new) - self._pinned_most):
             if not self.dropped:
                 log.warning("KV is computed faster than it is copied to the tiers: some is not stored")
-            self.dropped += len(new)
-            return
+            self.dropped += excess
+            new = new[: len(new) - excess]  # the first ones: without them the others are of no use
+            if not new:
+                return
         ids = sequence.content_ids
         # `fill` may have given the sequence another's block; the one in its table holds the same.
         copy = _Copy(
@@ -276,6 +281,11 @@ class TierLink:
         self._tiers.clear()
         self._publish([])
 
+    def _unpin_copied(self) -> None:
+        """Let go of what has been copied. Step thread."""
+        while self._copied:
+            self._unpin(self._copied.popleft())
+
     def _unpin(self, copy: _Copy) -> None:
         self._scheduler.unpin(copy.pinned)
         self._pinned -= len(copy.pinned)
@@ -293,7 +303,9 @@ class TierLink:
                 self._copy_down(copy)
             except Exception:
                 log.exception("blocks could not be copied to the KV tiers")
-            self._post(lambda copy=copy: self._unpin(copy))  # type: ignore[misc]
+            # Let go by a command or the next `filled`: commands wait for a step, whose blocks need room.
+            self._copied.append(copy)
+            self._post(self._unpin_copied)
             self._publish([])
 
     def _copy_down(self, copy: _Copy) -> None:
