@@ -9,6 +9,7 @@ from pair_lab import FIELDS, LINK, NOTHING, begin, busy, crowd, decision, fleet,
 from routing_lab import BLOCK, REPEATABLE, Engine, Lab, prompt
 
 from sumibi.core.errors import ConfigError
+from sumibi.routing import cost
 from sumibi.routing.decisions import Decision, explain
 from sumibi.routing.disagg import FALLBACK, PAIR, WHOLE
 from sumibi.routing.events import (
@@ -41,7 +42,9 @@ def test_a_pair_is_taken_where_a_prefill_would_hold_up_those_who_decode():
     assert pair.total_s == pytest.approx(pair.ttft_s + pair.delay_s + 0.3 * 1.0)
     whole = next(c for c in made.candidates if not c.prefill)
     # Whoever decodes where only that should be done stands still for the whole prefill: twice its seconds.
-    assert whole.delay_s == pytest.approx(2.0 * 1.01 + 0.4 * 128 * 0.001)
+    # One that came a moment ago lets so many expect in 1.01 s, each for half of it: 1.01 * ln 2 / 60.
+    stalled = 1 + 1.01 * 0.693147 / 60 / 2
+    assert whole.delay_s == pytest.approx(2.0 * stalled * 1.01 + 0.4 * 128 * 0.001)
     assert made.reason == "delay"
     assert lab.router.counters().disagg == {WHOLE: {"transfer": 1}, PAIR: {"delay": 1}}
 
@@ -50,6 +53,26 @@ def test_without_anybody_to_hold_up_a_transfer_buys_nothing():
     lab = fleet()
     assert begin(lab, "r", prompt("r", 1000)) == (None, "d")
     assert decision(lab).reason == "transfer"
+
+
+def test_where_others_came_lately_the_next_ones_are_expected_to_be_held_up(monkeypatch):
+    def whole_run():
+        lab = fleet()
+        for number in range(60):  # one a second, each over before the next
+            begin(lab, f"s{number}", prompt(f"s{number}", 32), max_tokens=2)
+            lab.first(f"s{number}", dt=0.1)
+            lab.finish(f"s{number}", dt=0.05, output_tokens=2)
+            lab.t = number + 1.0
+        where = begin(lab, "r", prompt("r", 4000))
+        return where, next(c for c in decision(lab).candidates if not c.prefill)
+
+    where, whole = whole_run()
+    assert where == ("p", "d")
+    monkeypatch.setattr(cost, "STALL", 0.0)
+    _, free = whole_run()
+    # Half of one a second is known after a minute. Each waits for half of the prefill, and that counts twice.
+    assert whole.compute_s == pytest.approx(free.compute_s, rel=0.05)
+    assert whole.delay_s - free.delay_s == pytest.approx(2.0 * 0.5 * whole.compute_s**2 / 2, rel=0.05)
 
 
 def test_a_short_remainder_stays_where_its_conversation_decodes():

@@ -116,6 +116,7 @@ class Attempts:
         if candidate.fetched_tokens and endpoint.lower is not None:
             endpoint.lower.begin(candidate, t)
         endpoint.dispatched += 1
+        attempt.endpoint.arrivals.one(t)
         request.state, request.attempt = State.RUNNING, attempt
         if where is not attempt:
             attempt.endpoint.dispatched += 1

@@ -18,8 +18,8 @@ delay    for those decoding there (DECODE): each stands still while this prefill
          step is longer by one sequence. Those of a higher priority count for more, of a lower one for
          less. And for those expected back while it is computed, by the times after which prefixes
          returned so far (`returns`): they will have to wait for what is left of it. On an endpoint whose
-         role is to decode standing still costs more, and one whose prompt is being computed for it elsewhere
-         counts with those who decode (STALL).
+         role is to decode standing still costs more (STALL), and those count as well who will come there
+         meanwhile: one whose prompt is being computed elsewhere, and as many as came lately.
 evict    to recompute what this request pushes out of the cache: the blocks used longest ago, each stretch
          times the chance that it is wanted again after so long (`recency`). Little where finished
          conversations lie, much where a cache is full of live ones. And for what will be pushed
@@ -138,8 +138,10 @@ def price(
     longer_s = (decodes + len(load.prefills)) * output_tokens * step_growth_s
     held_s = DECODE * decodes * compute_s
     if endpoint.role is Role.DECODE:
-        # Of those whose prompts are computed elsewhere the next one comes meanwhile; others queue behind it.
-        held_s = STALL * (decodes + min(load.coming, 1)) * compute_s
+        # Of those whose prompts are computed elsewhere the next one comes meanwhile, others queue behind it;
+        # those who are not here yet come at any time of it.
+        come = min(load.coming, 1) + endpoint.arrivals.per_s(t) * compute_s / 2
+        held_s = STALL * (decodes + come) * compute_s
     delay_s = held_s + DECODE * longer_s
 
     recency, capacity = endpoint.recency, endpoint.kv_tokens

@@ -27,6 +27,7 @@ from sumibi.routing.kvblocks import DEVICE
 from sumibi.routing.learning import Hardware, Learner, Transfers
 from sumibi.routing.ledger import Load, Owner, inflight_since
 from sumibi.routing.lower import Link, Lower, Place, Run, Store, TierView
+from sumibi.routing.pace import Pace
 from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
 from sumibi.routing.returns import ReturnTimes
@@ -51,6 +52,7 @@ class Endpoint:
         "_suspect",
         "_unreachable_t",
         "_up",
+        "arrivals",
         "busy",
         "dispatched",
         "emitted_grade",
@@ -118,6 +120,8 @@ class Endpoint:
         self.revision = ""
         self.transfers = Transfers(config.link, config.kv_bytes_per_token)
         self.dispatched = 0
+        self.arrivals = Pace()
+        """Of requests that decode here."""
         self.load = Load(self.touch)
         self.busy = BusyPeriod()
         self.recall = Recall(index, config.recall_blocks, config.max_lower_tier_blocks)
