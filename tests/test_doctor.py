@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from sumibi import doctor
-from sumibi.admin import Fleet
+from sumibi.admin import Fleet, TransferView, Wire
 from sumibi.core.latency import CPU_CORE_135M
 from sumibi.doctor import Verdict
 from sumibi.local.runfile import ChildRecord, ChildState, RunRecord
-from sumibi.routing.events import Grade
+from sumibi.pools import findings
+from sumibi.routing.events import Grade, Role
 from sumibi.routing.views import Counters, EndpointView
 from sumibi.status import Status
 
@@ -199,3 +200,75 @@ def test_a_model_is_missing_or_half_there_or_whole(tmp_path):
     assert doctor.check_model().verdict is Verdict.PROBLEM
     manifest.write_text('{"complete": true}')
     assert doctor.check_model().verdict is Verdict.OK
+
+
+# Prefill and decode pools
+
+P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+GOOD = TransferView(connector="stream", kv_port=5601, port_from="told", told_port=5601, namespace="n")
+
+
+def fleet(*engines):
+    """Of (role, view, revision), numbered from 1; None as a view: nothing is known."""
+    views = [
+        endpoint(endpoint=f"http://{number}#0", role=role, revision=revision)
+        for number, (role, _, revision) in enumerate(engines, 1)
+    ]
+    wire = {view.endpoint: Wire(e[1]) for view, e in zip(views, engines, strict=True) if e[1] is not None}
+    return Fleet(endpoints=views, counters=Counters(), wire=wire)
+
+
+def changed(**fields):
+    return TransferView(**({name: getattr(GOOD, name) for name in TransferView.__struct_fields__} | fields))
+
+
+def test_pools_that_fit_and_fleets_without_any():
+    assert findings(fleet((P, GOOD, ""), (D, changed(told_port=0), ""))) == []
+    assert findings(fleet((P, GOOD, ""), (B, GOOD, ""))) == []
+    assert findings(fleet((P, GOOD, "1"), (D, GOOD, "1"), (P, GOOD, "2"))) == [], "one is being rolled out"
+    assert findings(fleet((B, None, ""), (B, None, "2"))) == []
+    checks = doctor.check_pools(running(endpoints=fleet((P, GOOD, ""), (D, GOOD, "")).endpoints))
+    assert [(check.name, check.verdict) for check in checks] == [("pools", Verdict.OK)]
+    assert doctor.check_pools(running(endpoints=[endpoint()])) == []
+
+
+@pytest.mark.parametrize(
+    ("engines", "works", "found", "fix"),
+    [
+        ([(P, GOOD, ""), (P, GOOD, "")], False, "nobody generates", "role=decode"),
+        ([(D, GOOD, "")], True, "nobody computes prompts", "role=prefill"),
+        ([(P, GOOD, "1"), (D, GOOD, "2")], True, "no revision has both sides", "the same revision="),
+        ([(P, changed(connector=""), ""), (D, GOOD, "")], True, "nobody says how", "connector="),
+        ([(P, GOOD, ""), (D, changed(connector="nixlv2"), "")], True, "different ones", "same connector="),
+        (
+            [(P, changed(kv_port=5600, port_from="said"), ""), (D, GOOD, "")],
+            True,
+            "kv_port is 5600, the engine listens at 5601",
+            "set it to 5601",
+        ),
+        (
+            [(P, changed(kv_port=5600, port_from="usual", told_port=0), ""), (D, GOOD, "")],
+            True,
+            "5600 is a guess",
+            "kv_port=",
+        ),
+        ([(P, changed(told_role="kv_consumer"), ""), (D, GOOD, "")], True, "keeps nothing", "kv_producer"),
+        ([(P, GOOD, ""), (D, changed(told_role="kv_producer"), "")], True, "fetches nothing", "kv_consumer"),
+        ([(P, GOOD, ""), (D, changed(namespace="other"), "")], True, "blocks differ", "same weights"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_fix(engines, works, found, fix):
+    (finding,) = findings(fleet(*engines))
+    assert found in finding.found
+    assert fix in finding.fix
+    assert finding.works is works
+    status = running()
+    status.fleet = fleet(*engines)
+    (check,) = doctor.check_pools(status)
+    assert check.verdict is (Verdict.WARNING if works else Verdict.PROBLEM)
+    assert (check.found, check.fix) == (finding.found, finding.fix)
+
+
+def test_nixlv2_needs_no_port():
+    view = changed(connector="nixlv2", kv_port=0, port_from="usual", told_port=0)
+    assert findings(fleet((P, view, ""), (D, view, ""))) == []

@@ -60,8 +60,9 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
         ),
         ("engines:\n  count: -1\n", "engines.count is -1: input should be greater than or equal to 0"),
         (
-            "engines:\n  count: 1\n  prefill: 2\n",
-            "line 3: engines.prefill is 2: its prompts go on at decode replicas: set engines.decode to 1",
+            "engines:\n  count: 0\n  prefill: 2\n",
+            "line 3: engines.prefill is 2: its prompts go on at replicas that generate: set engines.decode,"
+            " or engines.count, to 1",
         ),
         (
             "engines:\n  connector: sglang\n",
@@ -137,6 +138,7 @@ def test_a_missing_file_is_named():
         ({}, ["both", "both"], []),
         ({"count": 0, "prefill": 2, "decode": 1}, ["prefill", "prefill", "decode"], [8004, 8005]),
         ({"count": 1, "prefill": 1, "decode": 1}, ["both", "prefill", "decode"], [8004, 8005]),
+        ({"count": 1, "prefill": 1}, ["both", "prefill"], [8003, 8004]),  # whole replicas generate
         ({"count": 0, "decode": 1}, ["decode"], []),
     ],
 )

@@ -29,11 +29,29 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Answer = TypeVar("Answer")
 
 
+class TransferView(msgspec.Struct, frozen=True):
+    """How an endpoint hands KV over, as the gateway has it and as the engine told it."""
+
+    connector: str = ""
+    kv_port: int = 0
+    port_from: str = "usual"
+    told_role: str = ""
+    told_port: int = 0
+    namespace: str = ""
+
+
+class Wire(msgspec.Struct):
+    """What the gateway's connections know of an endpoint."""
+
+    transfer: TransferView = TransferView()
+
+
 class Fleet(msgspec.Struct):
     """The part of /fleet that is used here."""
 
     endpoints: list[EndpointView]
     counters: Counters
+    wire: dict[str, Wire] = {}
 
 
 class _Placements(msgspec.Struct):

@@ -17,7 +17,8 @@ from sumibi.admin import metrics
 from sumibi.core.errors import SumibiError
 from sumibi.local.runfile import ChildState
 from sumibi.local.updown import taken_ports
-from sumibi.routing.events import Grade
+from sumibi.pools import findings
+from sumibi.routing.events import Grade, Role
 from sumibi.stack import DEFAULT_FILE, DEFAULT_MODEL, load_stack
 from sumibi.status import ADMIN_PORT, Status, read_status
 
@@ -62,10 +63,11 @@ def examine(state_dir: Path, admin_port: int = ADMIN_PORT) -> list[Check]:
     ]
     if status.by_hand:  # the usual ports are its own, or its engines'
         found = f"admin door at {status.by_hand}, not started by `sumibi up`"
-        return [*machine, _ok("gateway", found), *check_caches(status)]
+        return [*machine, _ok("gateway", found), *check_caches(status), *check_pools(status)]
     if not status.running:
         return [*machine, check_ports()]
-    return [*machine, *check_processes(status), *check_caches(status), *check_fallbacks(status)]
+    processes = check_processes(status)
+    return [*machine, *processes, *check_caches(status), *check_pools(status), *check_fallbacks(status)]
 
 
 def _ok(name: str, found: str) -> Check:
@@ -254,6 +256,18 @@ def check_caches(status: Status) -> list[Check]:
                 fix = "see gateway.log in the state directory"
             checks.append(Check(name, Verdict.WARNING, f"{endpoint.grade}: {why}", fix))
     return checks
+
+
+def check_pools(status: Status) -> list[Check]:
+    """Prefill and decode engines fit together."""
+    fleet = status.fleet
+    if fleet is None or all(endpoint.role is Role.BOTH for endpoint in fleet.endpoints):
+        return []
+    checks = [
+        Check(each.about, Verdict.WARNING if each.works else Verdict.PROBLEM, each.found, each.fix)
+        for each in findings(fleet)
+    ]
+    return checks or [_ok("pools", "prefill and decode engines fit together")]
 
 
 _REPLAYS_FAILED = "sumibi_kv_event_replays_failed_total"

@@ -119,11 +119,12 @@ class Engines(_Part):
 
     @model_validator(mode="after")
     def _somebody_decodes(self) -> "Engines":
-        if self.prefill and not self.decode:
+        if self.prefill and not self.decode and not self.count:
             raise _wrong(
                 "prefill",
                 self.prefill,
-                "its prompts go on at decode replicas: set engines.decode to 1 or more",
+                "its prompts go on at replicas that generate: set engines.decode, or engines.count, to 1 or"
+                " more",
             )
         if not self.count and not self.decode:
             raise _wrong(

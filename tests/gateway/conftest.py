@@ -222,6 +222,8 @@ class FakeEngine:
         self.tokenize_calls = 0
         self.sources: dict[str, object] = {}
         """More that its only rank tells beside its KV events."""
+        self.transfer: dict[str, object] | None = None
+        """What /kv_transfer answers; None: there is no such route."""
         self.hints: list[str] = []
         """Requests that it was told to bring up."""
         self.hint_status: int | None = 202
@@ -294,6 +296,8 @@ class FakeEngine:
                 publishers = self.rank_events or [self.events]
                 pages = {str(i): p.config | self.sources for i, p in enumerate(publishers)}
                 await respond_json(writer, 200, pages)
+            case "/kv_transfer" if self.transfer is not None:
+                await respond_json(writer, 200, self.transfer)
             case "/kv_prefetch":
                 self.hints.append(request.json["request_id"])
                 if self.hint_status is None:

@@ -47,8 +47,6 @@ def test_a_role_and_what_goes_with_it_stand_after_the_url():
         (["http://a:8001,kv_port=0"], "kv_port"),
         (["http://a:8001,link_gb_s=fast"], "link_gb_s"),
         (["http://a:8001,colour=red"], "colour"),
-        (["http://a:8001,role=prefill"], "add connector="),
-        (["http://a:8001,role=prefill,connector=nixlv2", "http://b:8001"], "http://b:8001: add connector="),
         (
             ["http://a:1,role=prefill,connector=nixlv2", "http://b:1,role=decode,connector=sglang"],
             "the same connector",

@@ -491,3 +491,91 @@ async def test_a_storm_of_failing_halves_leaves_nothing_and_answers_each_once(
         await kit.settled()
         assert it.gateway.server.faults == 0
         assert len(it.usage_records()) == it.gateway.metrics.model("test-model").requests
+
+
+def told(role, *, port=5701, connector="stream", host="127.0.0.1"):
+    """What the embedded engine says of itself at /kv_transfer."""
+    return {
+        "engine_id": "e",
+        "kv_connector": connector,
+        "kv_role": role,
+        "remote_host": host,
+        "remote_port": port,
+        "namespace": "n",
+        "block_size": 16,
+        "kv_lease_duration": 30.0,
+    }
+
+
+async def test_engines_that_say_how_they_hand_kv_over_need_no_words(lab):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.transfer, second.transfer = told("kv_producer", host="10.0.0.7"), told("kv_consumer", port=0)
+        await it.start(engines=engine_options([first.url, second.url]), policy="round-robin")
+        roles = {view.endpoint: view.role for view in it.gateway.router.fleet_view()}
+        assert roles == {first.endpoint: "prefill", second.endpoint: "decode"}
+        assert (await it.ask(body=CHAT)).status == 200
+        (body,) = [request.json["kv_transfer_params"] for request in second.requests]
+        assert (body["remote_host"], body["remote_port"]) == ("10.0.0.7", 5701)
+        assert dict(it.gateway.metrics.legs) == {("stream", "ok"): 1}
+        # It is started again, and its side channel is elsewhere.
+        await first.stop()
+        await it.until(lambda: not it.gateway.watches[0].up)
+        first.transfer = told("kv_producer", port=5999)
+        await first.start()
+        await it.until(lambda: it.gateway.watches[0].up)
+        assert (await it.ask(body=CHAT)).status == 200
+        assert second.requests[-1].json["kv_transfer_params"]["remote_port"] == 5999
+
+
+async def test_the_user_s_words_count_before_the_engine_s(lab):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.transfer, second.transfer = told("kv_both"), told("kv_producer")
+        words = [f"{first.url},role=prefill,connector=sglang,kv_port=7000", f"{second.url},role=decode"]
+        words[1] += ",connector=sglang"
+        await it.start(engines=engine_options(words), policy="round-robin")
+        roles = {view.endpoint: view.role for view in it.gateway.router.fleet_view()}
+        assert roles == {first.endpoint: "prefill", second.endpoint: "decode"}
+        assert (await it.ask(body=CHAT)).status == 200
+        assert second.requests[0].json["bootstrap_port"] == 7000
+        view = it.gateway.metrics.endpoint(first.endpoint).transfer
+        assert (view.connector, view.kv_port, view.port_from, view.told_port) == (
+            "sglang",
+            7000,
+            "said",
+            5701,
+        )
+
+
+async def test_roles_that_nobody_asked_for_are_not_made_under_a_policy_without_pairs(lab, caplog):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.transfer, second.transfer = told("kv_producer"), told("kv_consumer", port=0)
+        await it.start(engines=engine_options([first.url, second.url]), policy="least-loaded")
+        assert {view.role for view in it.gateway.router.fleet_view()} == {"both"}
+        assert (await it.ask(body=CHAT)).status == 200
+        assert f"engine {first.url} is for prefill, which the policy has no use for" in caplog.text
+
+
+async def test_a_role_without_any_word_on_how_kv_is_handed_over_is_said_and_counted(lab, caplog):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.transfer = {"kv_connector": 5}  # no answer that means anything
+        words = [f"{first.url},role=prefill", f"{second.url},role=decode"]
+        await it.start(engines=engine_options(words), policy="round-robin")
+        assert (await it.ask(body=CHAT)).status == 200, "a whole run"
+        assert (len(first.requests), len(second.requests)) == (0, 1)
+        assert dict(it.gateway.metrics.legs) == {("none", "no-connector"): 1}
+        assert f"engine {first.url} has a role and does not say how it hands KV over" in caplog.text
+
+
+async def test_prefill_engines_are_paired_with_whole_ones(lab, behaviours):
+    async with lab() as it:
+        first, second = await it.engine(), await it.engine()
+        first.behave = behaviours.status(200, answer())
+        words = [f"{first.url},role=prefill,connector=nixlv2", f"{second.url},role=both,connector=nixlv2"]
+        await it.start(engines=engine_options(words), policy="round-robin")
+        assert (await it.ask(body=CHAT)).status == 200
+        assert (len(first.requests), len(second.requests)) == (1, 1)
+        assert dict(it.gateway.metrics.legs) == {("nixlv2", "ok"): 1}

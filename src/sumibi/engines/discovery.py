@@ -57,6 +57,20 @@ class TierInfo(msgspec.Struct, frozen=True):
     latency_s: float | None = None
 
 
+class TransferInfo(msgspec.Struct, frozen=True):
+    """How an engine hands KV over, as the embedded engine says (`GET /kv_transfer`); others say nothing."""
+
+    kv_connector: str
+    """vLLM's name for it, or `stream`."""
+    kv_role: str
+    """`kv_producer`, `kv_consumer` or `kv_both`."""
+    remote_host: str = ""
+    """Where its side channel listens; with port 0 nowhere: it keeps nothing for others."""
+    remote_port: int = 0
+    namespace: str = ""
+    """KV goes only between engines that say the same here: model, weights, dtype, block size."""
+
+
 class RankInfo(msgspec.Struct, frozen=True):
     """One data-parallel rank of an engine."""
 
@@ -86,6 +100,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_model_tokens: int | None
     """Longest prompt + output it takes."""
     ranks: tuple[RankInfo, ...]
+    transfer: TransferInfo | None = None
+    """None: it does not say that it hands KV over."""
 
 
 class _Model(msgspec.Struct):
@@ -174,6 +190,7 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
             )
             for rank in range(ranks)
         ),
+        transfer=await _transfer(url, timeout_s),
     )
 
 
@@ -217,6 +234,15 @@ async def _event_sources(url: str, timeout_s: float) -> dict[int, _EventConfig]:
     except msgspec.MsgspecError:
         return {}
     return {rank: config for rank, config in configs.items() if 0 <= rank < _MAX_RANKS and config is not None}
+
+
+async def _transfer(url: str, timeout_s: float) -> TransferInfo | None:
+    """What it says of handing KV over; None if it cannot say."""
+    page = await _page(url, "/kv_transfer", timeout_s)
+    try:
+        return msgspec.json.decode(page, type=TransferInfo) if page else None
+    except msgspec.MsgspecError:
+        return None
 
 
 def _events(config: _EventConfig | None, host: str) -> EventSource | None:

@@ -31,7 +31,7 @@ from sumibi.gateway.supervision import EngineWatch
 from sumibi.gateway.tenants import Tenants
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import Role
-from sumibi.routing.policies import check_pairing
+from sumibi.routing.policies import PAIRING, check_pairing
 from sumibi.routing.router import Router
 
 _ABORT_S = 2.0
@@ -57,7 +57,7 @@ class Gateway:
     def __init__(self, options: GatewayOptions) -> None:
         """Checks everything that can be checked without a socket. Raises ConfigError, ModelError."""
         self.options = options
-        if any(engine.role is not Role.BOTH for engine in options.engines):
+        if any(engine.role not in (None, Role.BOTH) for engine in options.engines):
             check_pairing(options.policy)
         state = state_directory()
         self.admin_key = admin_key(options, state) if options.admin_port is not None else None
@@ -185,6 +185,7 @@ class Gateway:
             self._context,
             interval_s=options.scrape_interval_s,
             max_sequences=options.max_sequences,
+            pairs=options.policy in PAIRING,
             found=self.readers.find,
             came_up=self._came_up,
         )

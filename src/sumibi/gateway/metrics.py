@@ -85,6 +85,21 @@ class ModelCounters:
 
 
 @dataclass(slots=True)
+class TransferView:
+    """How KV gets to an endpoint and from there, as the gateway will have it and as the engine told."""
+
+    connector: str = ""
+    """Empty: neither the user nor the engine named one."""
+    kv_port: int = 0
+    port_from: str = "usual"
+    """Where the port is from: `said` by the user, `told` by the engine, or `usual` for the connector."""
+    told_role: str = ""
+    """Empty, like the next, and 0: the engine tells nothing."""
+    told_port: int = 0
+    namespace: str = ""
+
+
+@dataclass(slots=True)
 class EndpointCounters:
     """What is known and counted per endpoint."""
 
@@ -102,6 +117,7 @@ class EndpointCounters:
     scrape_errors: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     """Attempts that failed there, by reason."""
+    transfer: TransferView = field(default_factory=TransferView)
     hints: dict[str, int] = field(default_factory=dict)
     """Hints to bring KV up, by what became of them."""
     connections: int = 0

@@ -34,15 +34,16 @@ class EngineOption:
     """ZMQ address of its event publisher; None asks the engine (`GET /kv_event_sources`)."""
     kv_replay: str | None = None
     """ZMQ address of its replay socket."""
-    role: Role = Role.BOTH
+    role: Role | None = None
+    """None: as it says itself, or else for everything."""
     connector: str | None = None
-    """How its KV is handed over (`engines.connectors`); None: not at all."""
+    """How its KV is handed over (`engines.connectors`); None: as it says itself, or else not at all."""
     revision: str = ""
     """Version of its deployed set: KV goes from one engine to another only within one."""
     link: LinkModel | None = None
     """Over which its KV comes and goes; None: the router's default."""
     kv_port: int | None = None
-    """Of its side channel; None: usual for its connector."""
+    """Of its side channel; None: as it says itself, or else usual for its connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +180,12 @@ def _roles(url: str, words: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_pools(options: Sequence[EngineOption]) -> None:
-    """Engines that may be paired have one connector in common. Raises ConfigError."""
+    """Engines that may be paired have one connector in common, as far as it is said. Raises ConfigError."""
     for revision in {option.revision for option in options}:
-        pool = [option for option in options if option.revision == revision]
-        if all(option.role is Role.BOTH for option in pool):
-            continue
+        pool = [option for option in options if option.revision == revision and option.connector]
         named = {option.connector for option in pool}
-        without = next((option for option in pool if option.connector is None), None)
-        if without is not None:
-            raise ConfigError(
-                f"--engine {without.url}: add connector=..., one of {', '.join(CONNECTORS)}: other engines of"
-                " its revision have a role, so it may be paired with them"
-            )
-        if len(named) > 1:
+        apart = any(option.role not in (None, Role.BOTH) for option in options if option.revision == revision)
+        if apart and len(named) > 1:
             words = ", ".join(f"{option.url}: {option.connector}" for option in pool)
             raise ConfigError(f"--engine: engines of one revision need the same connector; {words}")
 

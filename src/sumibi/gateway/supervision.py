@@ -41,7 +41,7 @@ from sumibi.engines.signals import parse_signals
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.options import EngineOption, Timeouts
 from sumibi.gateway.shell import Shell, Target
-from sumibi.gateway.transfers import transfer_of
+from sumibi.gateway.transfers import role_of, transfer_of, view_of
 from sumibi.gateway.upstream import Upstream
 from sumibi.routing.events import (
     EndpointDown,
@@ -49,6 +49,7 @@ from sumibi.routing.events import (
     EndpointUp,
     EngineBatch,
     ReplayEnded,
+    Role,
     Signals,
     Tier,
 )
@@ -83,10 +84,12 @@ class EngineWatch:
         *,
         interval_s: float,
         max_sequences: int | None = None,
+        pairs: bool = True,
         found: Callable[[EngineInfo], Awaitable[None]],
         came_up: Callable[[EngineInfo], None],
     ) -> None:
-        """`max_sequences`: what an engine runs at once that does not say. `found` is awaited before an
+        """`max_sequences`: what an engine runs at once that does not say. `pairs`: whether the policy can do
+        with engines that say by themselves that they have a role. `found` is awaited before an
         engine takes requests, `came_up` called once the router knows it.
         """
         self.url = option.url
@@ -97,6 +100,8 @@ class EngineWatch:
         self._context = context
         self._interval_s = interval_s
         self._max_sequences = max_sequences
+        self._pairs = pairs
+        self._told_role = self._told_connector = False
         self._found = found
         self._came_up = came_up
         host, port = address_of(option.url)
@@ -223,11 +228,14 @@ class EngineWatch:
         """Let the router know what the engine is now, and which of its ranks are gone."""
         await self._found(info)
         before, self.info = self.endpoints, info
+        if self._role(info) is not Role.BOTH and transfer_of(self._option, info.transfer) is None:
+            self._miss_connector()
         for rank in info.ranks:
             several = rank.rank if len(info.ranks) > 1 else None
             self._shell.targets[rank.endpoint] = Target(
-                self._upstream, self._host_header, several, transfer_of(self._option)
+                self._upstream, self._host_header, several, transfer_of(self._option, info.transfer)
             )
+            self._shell.metrics.endpoint(rank.endpoint).transfer = view_of(self._option, info.transfer)
             self._tell_up(info, rank)
         for endpoint in before:
             if endpoint not in self.endpoints:
@@ -260,11 +268,30 @@ class EngineWatch:
                 has_events=streaming,
                 has_replay=streaming and source is not None and source.replay is not None,
                 process_start_s=rank.signals.process_start_s,
-                role=self._option.role,
+                role=self._role(info),
                 revision=self._option.revision,
                 link=self._option.link,
             )
         )
+
+    def _role(self, info: EngineInfo) -> Role:
+        """What it is for. Pools that nobody asked for are not made under a policy that cannot use them."""
+        role = role_of(self._option, info.transfer)
+        if role is not Role.BOTH and self._option.role is None and not self._pairs:
+            if not self._told_role:
+                self._told_role = True
+                log.warning("engine %s is for %s, which the policy has no use for", self.url, role)
+            return Role.BOTH
+        return role
+
+    def _miss_connector(self) -> None:
+        if not self._told_connector:
+            self._told_connector = True
+            log.error(
+                "engine %s has a role and does not say how it hands KV over: add connector=... to its"
+                " --engine; until then its pairs become whole runs",
+                self.url,
+            )
 
     def _go_down(self, info: EngineInfo, cause: str) -> None:
         self.up = False
@@ -445,4 +472,4 @@ def _identity(info: EngineInfo) -> tuple[object, ...]:
         )
         for r in info.ranks
     )
-    return info.models, info.aliases, ranks
+    return info.models, info.aliases, info.transfer, ranks
