@@ -1,10 +1,14 @@
 """Our tiers under a real engine: what it finds below is what it computed, and it finds it."""
 
 import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from vllm_harness import BLOCK, MODEL, REPOSITORY, Engine, eventually
 
@@ -29,7 +33,7 @@ def folder(tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def pair(start_engine, folder) -> tuple[Engine, Engine]:
+def pair(start_engine, folder) -> Iterator[tuple[Engine, Engine]]:
     """Two engines that share a store; the first has host memory and a disk too."""
     store = {"url": str(folder.store), "bytes": "2GiB"}
     first = {"host_bytes": HOST_BLOCKS * BLOCK_BYTES, "store": store}
@@ -41,7 +45,9 @@ def pair(start_engine, folder) -> tuple[Engine, Engine]:
         )
         for half, (name, tiers) in enumerate((("tiers", first), ("sharer", second)))
     ]
-    return started[0].wait_ready(), started[1].wait_ready()
+    yield started[0].wait_ready(), started[1].wait_ready()
+    for engine in started:
+        engine.stop()
 
 
 def transfer(tiers: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +81,13 @@ class Answer:
     def check_like(self, other: "Answer") -> None:
         assert self.tokens == other.tokens
         assert self.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def leave(engine: Engine, prompt: list[int]) -> None:
+    """Ask, and go at once."""
+    with suppress(httpx.TimeoutException):
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 100, "ignore_eos": True}
+        httpx.post(f"{engine.url}/v1/completions", json=body, timeout=0.1)
 
 
 def from_below(engine: Engine) -> int:
@@ -150,6 +163,22 @@ def test_tiers_stay_within_their_bounds(pair, cold, folder):
         assert again.loaded == 384, "the store has what the disk let go"
         again.check_like(answer)
 
+    # All of them at once, and twice, while others compute and one whose client leaves has asked as well.
+    engine.reset_cache()
+    loaded = from_below(engine)
+    asked = [(prompt_of(400, seed), answer) for seed, answer in zip((3, 4, 5), computed, strict=True)] * 2
+    asked += [(prompt_of(800, seed=1), cold)]
+    with ThreadPoolExecutor(len(asked) + 2) as pool:
+        pool.submit(leave, engine, prompt_of(800, seed=1))
+        other = pool.submit(Answer, engine, prompt_of(300, seed=9))
+        at_once = [(pool.submit(Answer, engine, prompt), answer) for prompt, answer in asked]
+        for future, answer in at_once:
+            future.result().check_like(answer)
+        other.result()
+    assert from_below(engine) - loaded >= 3 * 384 + 768
+    eventually(lambda: engine.metric("vllm:num_requests_running") == 0, "the one that left is gone")
+    eventually(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0, "and so are the blocks of its load")
+
 
 def test_a_killed_engine_finds_what_it_had_and_not_what_broke(pair, cold, folder):
     """kill -9, then one block broken and one gone, after the engine looked at what it has."""
@@ -223,13 +252,13 @@ def test_a_reset_of_all_is_one_and_the_gateway_knows_what_lies_where(pair, cold,
 
     gateway = start_gateway(engine, second)
     cache = gateway.settle(engine)
-    cache.check_names()
     on_disk = len(blocks_in(folder.disk))
     assert on_disk == 25, "what was there before is gone"
     copies = cache.below["STORAGE"]
     assert sum(copies.values()) == 2 * on_disk, "on disk and in the store"
     assert len(cache.keys("CPU")) == counted(engine, "blocks", "host") == 25
     for one, said in ((engine, cache), (second, gateway.settle(second))):
+        said.check_names()
         for medium in ("CPU", "STORAGE"):
             assert gateway.known_below(one, medium) == said.keys(medium)
         assert gateway.known_keys(one) == said.keys()

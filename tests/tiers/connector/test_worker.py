@@ -62,6 +62,19 @@ def step(worker, orders):
     return *worker.finished(idle=False), worker.report(idle=False)
 
 
+def down(worker, names, blocks, generation=b""):
+    """Store, and step until all is written; every change that was reported meanwhile."""
+    orders, changes = saves(names, blocks, generation), []
+    until_s = time.monotonic() + 5
+    while True:
+        report = step(worker, orders)[2]
+        changes += report.changes
+        if not report.writing:
+            return changes
+        assert time.monotonic() < until_s
+        orders = Orders(generation, idle=True)
+
+
 def load(worker, names, blocks, generation=b""):
     """(requests that are done, blocks that failed, ids that are missing)."""
     missing = []
@@ -79,9 +92,9 @@ def load(worker, names, blocks, generation=b""):
 def test_blocks_go_down_and_come_up_elsewhere_unchanged(start, device, kit):
     worker = start(host=10_000)
     names = kit.chain("a", 20)
-    _, _, report = step(worker, saves(names, range(20)))
-    assert report.hello == HELLO
-    assert {(c.stored, c.content_id, c.tier) for c in report.changes} == {(True, n, Tier.HOST) for n in names}
+    assert step(worker, Orders())[2].hello == HELLO
+    changes = down(worker, names, range(20))
+    assert {(c.stored, c.content_id, c.tier) for c in changes} == {(True, n, Tier.HOST) for n in names}
     assert load(worker, names, list(range(20, 40))) == ({"r"}, set(), [])
     assert all((device.block(20 + i) == device.was[i]).all() for i in range(20))
     assert step(worker, Orders())[2].hello is None, "said once"
@@ -90,7 +103,7 @@ def test_blocks_go_down_and_come_up_elsewhere_unchanged(start, device, kit):
 def test_a_load_ends_at_the_first_block_that_is_missing(start, device, kit):
     worker = start(host=10_000)
     names = kit.chain("a", 20)
-    step(worker, saves([*names[:18], names[19]], [*range(18), 19]))
+    down(worker, [*names[:18], names[19]], [*range(18), 19])
     done, failed, missing = load(worker, names, list(range(20, 40)))
     assert (done, failed, missing) == ({"r"}, {38, 39}, [names[18]])
     assert (device.block(37) == device.was[17]).all()
@@ -100,8 +113,8 @@ def test_a_load_ends_at_the_first_block_that_is_missing(start, device, kit):
 def test_a_broken_file_is_missing(start, device, kit, tmp_path):
     worker = start(disk=DiskTier(str(tmp_path), 1 << 20))
     names = kit.chain("a", 4)
-    orders = saves(names, range(4))
-    kit.wait_for(lambda: not step(worker, orders)[2].writing and len(list(tmp_path.glob("*/*/*.kv"))) == 4)
+    down(worker, names, range(4))
+    kit.wait_for(lambda: len(list(tmp_path.glob("*/*/*.kv"))) == 4)
     path = next(tmp_path.glob(f"*/*/{names[2].hex()}.kv"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -112,7 +125,7 @@ def test_a_broken_file_is_missing(start, device, kit, tmp_path):
 def test_memory_that_only_stages_is_no_tier(start, kit, tmp_path):
     worker = start(disk=DiskTier(str(tmp_path), 1 << 20))
     names = kit.chain("a", 4)
-    changes = step(worker, saves(names, range(4)))[2].changes
+    changes = down(worker, names, range(4))
 
     def written():
         changes.extend(step(worker, Orders())[2].changes)
@@ -125,18 +138,17 @@ def test_memory_that_only_stages_is_no_tier(start, kit, tmp_path):
 def test_a_block_that_was_there_already_is_confirmed(start, kit):
     worker = start(host=10_000)
     names = kit.chain("a", 1)
-    step(worker, saves(names, [0]))
-    assert step(worker, saves(names, [1]))[2].changes == [Change(True, names[0], Tier.HOST)]
+    down(worker, names, [0])
+    assert down(worker, names, [1]) == [Change(True, names[0], Tier.HOST)]
 
 
 def test_a_new_generation_clears_its_own_tiers_and_leaves_the_store_to_others(start, make, kit, tmp_path):
     store = StoreTier(str(tmp_path / "store"), 1 << 20)
     worker = start(host=10_000, disk=DiskTier(str(tmp_path / "disk"), 1 << 20), store=store)
     names = kit.chain("a", 4)
-    step(worker, saves(names, range(4)))
-    kit.wait_for(
-        lambda: not step(worker, Orders())[2].writing and len(list(tmp_path.glob("*/*/*/*.kv"))) == 8
-    )
+    down(worker, names, range(4))
+    kit.wait_for(lambda: len(list(tmp_path.glob("*/*/*/*.kv"))) == 8)
+    step(worker, Orders())
     report = step(worker, Orders(b"new"))[2]
     assert report.generation == b"new"
     gone = {(c.content_id, c.tier) for c in report.changes if not c.stored}
@@ -146,9 +158,10 @@ def test_a_new_generation_clears_its_own_tiers_and_leaves_the_store_to_others(st
 
 
 def test_a_device_that_fails_costs_the_store_and_not_the_step(start, device, kit, monkeypatch, caplog):
+    monkeypatch.setattr("sumibi.tiers.connector.worker._STAGING_BYTES", 1)  # two batches
     worker = start(host=10_000)
     names = kit.chain("a", 2)
-    step(worker, saves(names, [0, 1]))
+    down(worker, names, [0, 1])
 
     def fail(*_):
         raise RuntimeError("broken")
@@ -156,7 +169,8 @@ def test_a_device_that_fails_costs_the_store_and_not_the_step(start, device, kit
     monkeypatch.setattr(device.blocks, "write", fail)
     assert load(worker, names, [20, 21]) == ({"r"}, {20, 21}, [names[0]])
     monkeypatch.setattr(device.blocks, "read", fail)
-    assert step(worker, saves(kit.chain("b", 1), [2]))[2].changes == []
+    for _ in range(3):  # what it holds while it copies comes back
+        assert down(worker, kit.chain("b", 1), [2]) == []
     assert "could not be stored" in caplog.text
     assert "the rest is computed" in caplog.text
 
@@ -164,7 +178,7 @@ def test_a_device_that_fails_costs_the_store_and_not_the_step(start, device, kit
 def test_an_idle_step_waits_a_moment_for_a_load(start, device, kit, monkeypatch):
     worker = start(host=10_000)
     names = kit.chain("a", 1)
-    step(worker, saves(names, [0]))
+    down(worker, names, [0])
     held = threading.Event()
     write = device.blocks.write
     monkeypatch.setattr(device.blocks, "write", lambda *a: (held.wait(5), write(*a)))

@@ -1,9 +1,10 @@
 """The worker's side: owns the tiers, copies blocks out of the device and into it.
 
-Blocks go down within the step that filled them, as far as host memory; from there the tiers write them by
-themselves. They come up on threads of their own, into memory of the loader first: what is broken or late
-never touches the device. A load whose request is gone cannot write to what is someone else's by then, because
-its device blocks come back only when it says that it is done.
+Blocks leave the device within the step that filled them, into a staging area that is touched already; a
+thread takes them from there to the tiers, whose host memory costs page faults where it is used for the first
+time, many times the copy. Blocks come up on threads of their own, into memory of the loader first: what is
+broken or late never touches the device. A load whose request is gone cannot write to what is someone else's
+by then, because its device blocks come back only when it says that it is done.
 """
 
 import logging
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from queue import Queue
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +28,8 @@ _LOADERS = 2
 _LOADS = 1024
 BATCH = 16
 """Blocks copied at once."""
+_STAGING_BYTES = 64 << 20
+_STAGING_WAIT_S = 5.0
 _NAP_S = 0.005
 
 
@@ -81,13 +85,19 @@ class TierWorker:
         self._generation = b""
         self._local = threading.local()
         self._loaders = Workers("kv-load", _LOADERS, _LOADS)
+        batches = min(64, max(2, _STAGING_BYTES // (BATCH * device.block_bytes)))
+        self._storer = Workers("kv-store", 1, batches)
+        self._staging: Queue[Bytes] = Queue()
+        for _ in range(batches):
+            self._staging.put(np.ones((BATCH, device.block_bytes), dtype=np.uint8))  # touched
         self._changed = threading.Condition()
         # Under `_changed`:
         self._loading = 0
         self._done: set[str] = set()
         self._failed: set[int] = set()
         self._missing: list[bytes] = []
-        self._confirmed: list[Change] = []  # the step thread's
+        self._staged = 0
+        self._confirmed: list[Change] = []
 
     def begin(self, orders: Orders) -> None:
         """Start this step's loads. Where a new generation begins everything older is thrown away first."""
@@ -107,10 +117,10 @@ class TierWorker:
                 self._end_load(load, 0, [])
 
     def save(self, orders: Orders) -> None:
-        """Take down what this step has filled."""
+        """Take away what this step has filled. Waits where more comes than memory takes."""
         try:
             for first in range(0, len(orders.saves), BATCH):
-                self._save(orders.saves[first : first + BATCH])
+                self._stage(orders.saves[first : first + BATCH], orders.generation)
         except Exception:
             _log.exception("KV tiers: blocks of a step could not be stored")
 
@@ -133,9 +143,9 @@ class TierWorker:
             time.sleep(_NAP_S)
             writing = self._writing()
         changes = [Change(e.stored, e.content_id, e.tier) for e in self._tiers.drain_events()]
-        changes += self._confirmed
-        self._confirmed = []
         with self._changed:
+            changes += self._confirmed
+            self._confirmed = []
             missing, self._missing = self._missing, []
         hello, self._hello = self._hello, None
         return Report(self._generation, hello, changes, missing, writing)
@@ -147,10 +157,13 @@ class TierWorker:
     def close(self) -> None:
         """Write what waits, within a bound, and stop."""
         self._loaders.close(1.0)
+        self._storer.close(1.0)
         self._tiers.close()
 
     def _writing(self) -> int:
-        return sum(tier.queue_blocks for tier in self._tiers.stats().tiers.values())
+        with self._changed:
+            staged = self._staged
+        return staged + sum(tier.queue_blocks for tier in self._tiers.stats().tiers.values())
 
     def _buffers(self, count: int) -> Bytes:
         """Memory of the calling thread for `count` blocks, used again in its next call."""
@@ -159,16 +172,38 @@ class TierWorker:
             kept = self._local.buffers = np.empty((BATCH, self._device.block_bytes), dtype=np.uint8)
         return kept[:count]
 
-    def _save(self, saves: Sequence[Save]) -> None:
-        buffers = self._buffers(len(saves))
-        self._device.read([save.block for save in saves], buffers)
-        blocks = zip(saves, buffers, strict=True)
-        self._tiers.store([(save.content_id, save.parent, buffer) for save, buffer in blocks])
-        # Also of those that were here already, which no event tells: the scheduler did not know.
-        for save in saves:
-            for tier in self._tiers.match([save.content_id]):
-                if tier is not Tier.HOST or self._keeps_host:
-                    self._confirmed.append(Change(True, save.content_id, tier))
+    def _stage(self, saves: Sequence[Save], generation: bytes) -> None:
+        """Copy blocks off the device. Raises Empty where the tiers take nothing for too long."""
+        staging = self._staging.get(timeout=_STAGING_WAIT_S)
+        try:
+            self._device.read([save.block for save in saves], staging[: len(saves)])
+            with self._changed:
+                self._staged += len(saves)
+            if not self._storer.submit(partial(self._store, saves, staging, generation)):
+                self._unstage(saves, staging)
+        except BaseException:
+            self._staging.put(staging)
+            raise
+
+    def _store(self, saves: Sequence[Save], staging: Bytes, generation: bytes) -> None:
+        try:
+            if generation != self._generation:
+                return
+            blocks = zip(saves, staging, strict=False)
+            self._tiers.store([(save.content_id, save.parent, buffer) for save, buffer in blocks])
+            # Also of those that were here already, which no event tells: the scheduler did not know.
+            places = [(save, tier) for save in saves for tier in self._tiers.match([save.content_id])]
+            with self._changed:
+                for save, tier in places:
+                    if tier is not Tier.HOST or self._keeps_host:
+                        self._confirmed.append(Change(True, save.content_id, tier))
+        finally:
+            self._unstage(saves, staging)
+
+    def _unstage(self, saves: Sequence[Save], staging: Bytes) -> None:
+        self._staging.put(staging)
+        with self._changed:
+            self._staged -= len(saves)
 
     def _load(self, load: Load) -> None:
         came = 0
