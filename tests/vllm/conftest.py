@@ -84,6 +84,8 @@ def start_engine(model: Path) -> Iterator[StartEngine]:
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
                 "kv_buffer_device": "cpu",
+                # 30 s run out where two engines share two busy cores with others.
+                "kv_connector_extra_config": {"kv_lease_duration": 300},
             }
         if kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(kv_transfer)]
