@@ -128,6 +128,26 @@ def test_streams_follow_each_other_and_prompts_their_first_tokens():
     assert len(prompts) > len(streams) >= 2
 
 
+def test_who_cuts_it_off_cuts_off_all():
+    async def cut(to):
+        heard = []
+        keeping = asyncio.ensure_future(
+            keep(to, streams=[SHORT] * 2, prompts=[SHORT], seed="s", lasts_s=60.0, heard=heard)
+        )
+        await asyncio.sleep(2.5 * EVERY_S)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        tokens = [len(one.token_s) for one in heard]
+        left = [task for task in asyncio.all_tasks() if "ask" in repr(task.get_coro())]
+        await asyncio.sleep(2 * EVERY_S)
+        return left, tokens, [len(one.token_s) for one in heard]
+
+    left, before, after = against_a_gateway(cut)
+    assert left == []
+    assert sum(before) > 0
+    assert before == after
+
+
 def test_prompts_are_as_long_as_said_and_differ_by_seed():
     assert len(prompt(2_000, "a")) == 2_000
     assert prompt(64, "a") == prompt(64, "a")

@@ -49,6 +49,8 @@ RATES = (0.08, 0.2, 0.3, 0.45)
 """Long prompts a second. One core computes 0.26 of them, two cores that do nothing else 0.52."""
 LATE_S = judged.TTFT_S[LONG.name] + 3.0
 """After a load's last request: what comes later has missed its bounds."""
+BUSY_CORES = 0.1
+"""Used by others: more is said."""
 WARM_S = 3.0
 """Of a burst before the first one that counts."""
 WARM_RATE, WARM_LOAD_S = 0.25, 14.0
@@ -74,6 +76,7 @@ def main() -> int:
         *_statements(options, cores),
         *judged.curve(bursts, list(budgets.values()), _apart().name, options.cmd),
         *judged.loads(measured, [side.name for side in sides[:-1]], ours, options.cmd),
+        *judged.quiet([*bursts.all(), *measured.all()], options.cmd),
         *judged.losses(bursts, measured, _apart().name, best=sides[0].name),
     ]
     try:
@@ -196,8 +199,9 @@ def _up(stack: ExitStack, sides: list[Side], model_dir: Path) -> list[Running]:
 
 def _troubles(window: Window) -> str:
     """What else should be known of a window."""
+    others = f" (others use {window.others_cores:.1f} cores)" if window.others_cores > BUSY_CORES else ""
     errors = sorted({one.error for one in window.heard if one.error})
-    return f" ERRORS: {'; '.join(errors)}" if errors else ""
+    return others + (f" ERRORS: {'; '.join(errors)}" if errors else "")
 
 
 def _say(text: str) -> None:

@@ -50,6 +50,10 @@ class Curve:
 
     windows: dict[str, list[Window]]
 
+    def all(self) -> list[Window]:
+        """Every window."""
+        return [window for windows in self.windows.values() for window in windows]
+
     def medians(self, of: Callable[[Window], float]) -> dict[str, float]:
         """One figure of every side."""
         return {side: statistics.median(map(of, windows)) for side, windows in self.windows.items()}
@@ -116,6 +120,10 @@ class Loads:
 
     windows: dict[float, dict[str, list[Window]]]
 
+    def all(self) -> list[Window]:
+        """Every window."""
+        return [w for sides in self.windows.values() for windows in sides.values() for w in windows]
+
     def goodput(self, rate: float, side: str) -> float:
         """Over all rounds: requests are few, and they are the same on every side."""
         heard = [one for window in self.windows[rate][side] for one in window.heard]
@@ -156,6 +164,11 @@ def loads(measured: Loads, fixed: Sequence[str], ours: str, cmd: str) -> list[Fi
     name = "loads at which the router's choice is above both fixed modes"
     figures.append(report.figure(name, [float(above)], "", at_least=1.0, cmd=cmd))
     return figures
+
+
+def quiet(windows: Sequence[Window], cmd: str) -> list[Figure]:
+    """How much others used of the machine meanwhile: with more than a little nothing here says much."""
+    return [report.figure("cores used by others", [w.others_cores for w in windows], "cores", cmd=cmd)]
 
 
 def losses(bursts: Curve, measured: Loads, apart: str, *, best: str) -> list[Figure]:

@@ -10,7 +10,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from benchmarks.pd.sides import Running
+from benchmarks.pd.sides import Running, busy_s
 
 from sumibi.demo.streams import Arrival, Heard, Kind, keep, play
 
@@ -40,6 +40,8 @@ class Window:
     """By process."""
     step_tokens: float
     """Computed by both engines."""
+    others_cores: float = 0.0
+    """What everything else used of the machine: no engine, gateway or load of this benchmark."""
     decisions: dict[str, float] = field(default_factory=dict)
     """Requests by what was decided: whole, or pair."""
 
@@ -127,15 +129,23 @@ class _Books:
 
     at_s: float
     cpu_s: dict[str, float]
+    busy_s: float
+    """Of all cores, by anybody."""
+    own_s: float
+    """By this process."""
     step_tokens: list[float]
     decisions: dict[str, float]
 
     @classmethod
     def of(cls, up: Running) -> "_Books":
-        return cls(time.perf_counter(), up.cpu_s(), up.step_tokens(), up.decisions())
+        return cls(
+            time.perf_counter(), up.cpu_s(), busy_s(), time.process_time(), up.step_tokens(), up.decisions()
+        )
 
 
 def _window(up: Running, load: str, heard: list[Heard], begun: _Books, ended: _Books) -> Window:
+    ours_s = sum(ended.cpu_s.values()) - sum(begun.cpu_s.values()) + ended.own_s - begun.own_s
+    others_s = ended.busy_s - begun.busy_s - ours_s
     return Window(
         side=up.side.name,
         load=load,
@@ -143,6 +153,7 @@ def _window(up: Running, load: str, heard: list[Heard], begun: _Books, ended: _B
         begun_s=begun.at_s,
         lasted_s=ended.at_s - begun.at_s,
         cpu_s={name: cpu_s - begun.cpu_s[name] for name, cpu_s in ended.cpu_s.items()},
+        others_cores=max(0.0, others_s / (ended.at_s - begun.at_s)),
         step_tokens=sum(ended.step_tokens) - sum(begun.step_tokens),
         decisions={name: n - begun.decisions.get(name, 0.0) for name, n in ended.decisions.items()},
     )

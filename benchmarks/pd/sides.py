@@ -151,6 +151,12 @@ def on_first_core() -> Iterator[None]:
         os.sched_setaffinity(0, usual)
 
 
+def busy_s() -> float:
+    """CPU seconds of the whole machine so far that were not idle, waiting or stolen."""
+    user, nice, system, _idle, _wait, irq, softirq = Path("/proc/stat").read_text().split()[1:8]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+
+
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

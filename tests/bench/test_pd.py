@@ -1,8 +1,11 @@
 """What `make bench-pd` makes of its windows, by hand."""
 
+import contextlib
 from math import isnan
+from types import SimpleNamespace
 
 import pytest
+from benchmarks.pd import __main__ as command
 from benchmarks.pd.figures import Curve, Loads, curve, good, goodput, loads, losses, percentile
 from benchmarks.pd.load import LONG, STREAM, Window, arrivals
 
@@ -18,7 +21,7 @@ def heard(kind=STREAM, ttft_s=0.5, gap_s=0.03, slow=0, slow_s=0.3, asked_s=100.0
 
 
 def window(*answers, side="a", step_tokens=0.0, begun_s=0.0, lasted_s=10.0, decisions=None):
-    return Window(side, "burst", list(answers), begun_s, lasted_s, {}, step_tokens, decisions or {})
+    return Window(side, "burst", list(answers), begun_s, lasted_s, {}, step_tokens, 0.0, decisions or {})
 
 
 def test_percentile_is_the_smallest_value_that_so_many_are_not_above():
@@ -104,6 +107,41 @@ def test_where_apart_loses_is_said():
     (said,) = losses(Curve(windows), measured(whole=9, apart=8), "apart", best="whole")
     assert "goodput 0.80, aggregated 0.90" in said.value
     assert "prompt tok/s" in said.value
+
+
+def test_the_command_writes_its_page_and_picture(tmp_path, monkeypatch, capsys):
+    """With windows out of the air: engines and loads are for `make bench-pd`."""
+    itl_s = {"aggregated, budget 64": 0.14, "aggregated, budget 128": 0.25, "aggregated, budget 2048": 3.5}
+
+    @contextlib.contextmanager
+    def running(side, model_dir, home):
+        yield SimpleNamespace(side=side)
+
+    def burst(up, lasts_s, seed):
+        name = up.side.name
+        rate = 60 if name.endswith("64") else 100
+        return window(heard(slow=5, slow_s=itl_s.get(name, 0.04)), side=name, step_tokens=200 + 10 * rate)
+
+    def loaded(up, rate, lasts_s, late_s, seed):
+        bad = 5 if "aggregated" in up.side.name else 0
+        answers = [heard() for _ in range(10 - bad)] + [heard(ttft_s=9.0) for _ in range(bad)]
+        return window(*answers, side=up.side.name, decisions={"prefill-decode": 5.0})
+
+    for name, fake in (("running", running), ("burst", burst), ("loaded", loaded)):
+        monkeypatch.setattr(command, name, fake)
+    monkeypatch.setattr(command, "model_directory", lambda *_: "nowhere")
+    page = tmp_path / "RESULTS.md"
+    arguments = ["pd", "--quick", "--json", str(tmp_path / "pd.json"), "--results", str(page)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert command.main() == 1, "the router's choice was above both nowhere"
+    said = page.read_text()
+    assert "best budget**: aggregated, budget 128" in said
+    assert "| burst: p99 ITL, aggregated, budget 128 / prefill + decode | 6.25 x | >= 5 | yes | 40 |" in said
+    assert (
+        "| 0.45 long prompts/s: goodput, router's choice / prefill + decode | 1 x | >= 0.98 | yes |" in said
+    )
+    assert (tmp_path / "pd.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.strip() == said.strip()
 
 
 def test_loads_are_the_same_for_every_side():

@@ -58,7 +58,7 @@ def write_picture(path: Path, arrangements: Sequence[Arrangement], claims: Seque
         for number, prompt in enumerate(each.prompts):
             label = "a 2,000-token prompt waits for its first token" if number == 0 else None
             last_s = ends_s if prompt.first_s is None else prompt.first_s
-            axes.axvspan(prompt.asked_s, last_s, color="#dddddd", alpha=0.6, linewidth=0, label=label)
+            axes.axvspan(prompt.asked_s, last_s, color="#bbbbbb", alpha=0.4, linewidth=0, label=label)
         axes.scatter(
             [gap.at_s for gap in each.gaps], [1e3 * gap.gap_s for gap in each.gaps],
             s=7, color=colour, label="a token of a stream", zorder=2,
@@ -75,6 +75,7 @@ def write_picture(path: Path, arrangements: Sequence[Arrangement], claims: Seque
         axes.grid(axis="y", alpha=0.3)
         axes.legend(loc="upper right", frameon=False, ncols=3, fontsize=9)
     panels[-1].set_xlabel("s")
+    panels[-1].set_xlim(0, ends_s)
     low, high = panels[0].get_ylim()
     panels[0].set_ylim(low, 2.5 * high)  # room for the legend
     held = sum(claim.held for claim in claims)

@@ -154,8 +154,10 @@ async def keep(
         asyncio.ensure_future(user(number, kind, at_first=at_first))
         for number, (kind, at_first) in enumerate(users)
     ]
-    await _end(tasks, lasts_s)
-    await _end(readers, 0.0)
+    try:
+        await _end(tasks, lasts_s)
+    finally:
+        await _end(readers, 0.0)
     return heard
 
 
@@ -166,13 +168,14 @@ def prompt(tokens: int, seed: str) -> list[int]:
 
 
 async def _end(tasks: Sequence["asyncio.Future[Any]"], after_s: float) -> None:
-    """Wait so long, then cut off what is left."""
-    if not tasks:
-        return
-    _, left = await asyncio.wait(tasks, timeout=after_s)
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Wait so long, then cut off what is left; at once, if this is cut off itself."""
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=after_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _tokens(target: Target, kind: Kind, seed: str) -> AsyncIterator[int]:
