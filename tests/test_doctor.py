@@ -254,6 +254,12 @@ def test_pools_that_fit_and_fleets_without_any():
         ),
         ([(P, changed(told_role="kv_consumer"), ""), (D, GOOD, "")], True, "keeps nothing", "kv_producer"),
         ([(P, GOOD, ""), (D, changed(told_role="kv_producer"), "")], True, "fetches nothing", "kv_consumer"),
+        (
+            [(P, changed(secured=True), ""), (D, changed(secured=False), "")],
+            True,
+            "some have a secret",
+            "the same secret_file",
+        ),
         ([(P, GOOD, ""), (D, changed(namespace="other"), "")], True, "blocks differ", "same weights"),
     ],
 )

@@ -304,6 +304,14 @@ def test_roles_and_side_channels_reach_gateway_and_engines(connector, kv_connect
     ]
 
 
+def test_the_secret_of_side_channels_goes_by_a_file(tmp_path):
+    engines = {"prefill": 1, "decode": 1, "secret_file": str(tmp_path / "secret")}
+    plan = plan_stack(load_stack(None, {("engines",): engines}), model_dir="tiny", state_dir=STATE, cores=[0])
+    *replicas, _ = plan.children
+    told = [parse_kv_transfer(child.argv[child.argv.index("--kv-transfer-config") + 1]) for child in replicas]
+    assert {one.kv_connector_extra_config.secret_file for one in told} == {str(tmp_path / "secret")}
+
+
 def test_without_pools_nobody_hears_of_roles():
     plan = plan_stack(load_stack(), model_dir="tiny", state_dir=STATE, cores=[0, 1])
     words = " ".join(word for child in plan.children for word in child.argv)

@@ -38,6 +38,7 @@ class TransferView(msgspec.Struct, frozen=True):
     told_role: str = ""
     told_port: int = 0
     namespace: str = ""
+    secured: bool | None = None
 
 
 class Wire(msgspec.Struct):

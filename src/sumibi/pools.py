@@ -77,11 +77,21 @@ def _of_pool(prefill: list[EndpointView], decode: list[EndpointView], fleet: Fle
         fix = "give all engines of one revision the same connector=..."
         yield Finding("connectors", f"engines of one revision have different ones: {by}", fix)
     yield from _sides(prefill, decode, views)
+    yield from _secrets(views)
     spaces = {view.namespace for view in views.values() if view.namespace}
     if len(spaces) > 1:
         fix = "serve the same weights with the same name, dtype and block size, or say different revisions"
         by = "; ".join(f"{endpoint}: {view.namespace[:8]}" for endpoint, view in views.items())
         yield Finding("KV of pairs", f"their blocks differ, so all of it is refused: {by}", fix)
+
+
+def _secrets(views: dict[str, TransferView]) -> Iterator[Finding]:
+    """Either all have a secret or none (whether it is the same one, nobody tells)."""
+    told = {endpoint: view.secured for endpoint, view in views.items() if view.secured is not None}
+    if len(set(told.values())) > 1:
+        by = "; ".join(f"{endpoint}: {'a secret' if has else 'none'}" for endpoint, has in told.items())
+        fix = "give all of them the same secret_file (or SUMIBI_KV_TRANSFER_SECRET), or none"
+        yield Finding("side channels", f"some have a secret and refuse the others: {by}", fix)
 
 
 def _sides(

@@ -101,6 +101,11 @@ class Engines(_Part):
         default="stream", description="how KV goes from one to another, if there is prefill or decode"
     )
     cores_each: int = Field(default=1, ge=1, description="CPU cores pinned to a replica")
+    secret_file: str = Field(
+        default="",
+        description="a file with the secret that replicas want from one another; empty: that of the"
+        " environment, if there is one",
+    )
     first_port: int = Field(
         default=8001,
         ge=1,

@@ -69,6 +69,8 @@ class TransferInfo(msgspec.Struct, frozen=True):
     remote_port: int = 0
     namespace: str = ""
     """KV goes only between engines that say the same here: model, weights, dtype, block size."""
+    secured: bool | None = None
+    """Its peers have to know a secret; None: it does not say."""
 
 
 class RankInfo(msgspec.Struct, frozen=True):

@@ -97,6 +97,7 @@ class TransferView:
     """Empty, like the next, and 0: the engine tells nothing."""
     told_port: int = 0
     namespace: str = ""
+    secured: bool | None = None
 
 
 @dataclass(slots=True)

@@ -62,4 +62,5 @@ def view_of(option: EngineOption, told: TransferInfo | None) -> TransferView:
         told_role=told.kv_role if told is not None else "",
         told_port=told.remote_port if told is not None else 0,
         namespace=told.namespace if told is not None else "",
+        secured=told.secured if told is not None else None,
     )

@@ -153,6 +153,8 @@ def _transfer(stack: Stack, index: int) -> dict[str, Any] | None:
     if not (stack.engines.prefill or stack.engines.decode):
         return None
     extra: dict[str, Any] = {"host": "127.0.0.1"}
+    if stack.engines.secret_file:
+        extra["secret_file"] = str(Path(stack.engines.secret_file).expanduser().resolve())
     if index < len(stack.side_ports):
         extra["port"] = stack.side_ports[index]
     return {

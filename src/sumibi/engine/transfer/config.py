@@ -18,6 +18,9 @@ class TransferExtra(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Where the side channel listens, and what peers are told; None is the engine's `--host`."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Of the side channel; 0 takes a free one (`GET /kv_transfer` tells it)."""
+    secret_file: str | None = None
+    """A file whose content peers must know, too; None is the environment's SUMIBI_KV_TRANSFER_SECRET, if
+    there is one."""
     kv_lease_duration: Seconds = 30.0
     """Seconds that a finished prompt's blocks are kept for a peer that gives no sign of life."""
     kv_transfer_timeout: Seconds = 30.0

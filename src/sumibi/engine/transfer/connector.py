@@ -30,6 +30,7 @@ from sumibi.engine.transfer.metrics import TransferMetrics
 from sumibi.engine.transfer.offers import KeptBlock, Offers
 from sumibi.engine.transfer.params import KeepRequest, PullRequest, TransferAnswer
 from sumibi.engine.transfer.pulling import Pulled, Side, beat, pull, release
+from sumibi.engine.transfer.secret import read_secret
 from sumibi.engine.transfer.sidechannel import SideChannel
 from sumibi.engine.transfer.tickets import Fetch, Keep, Ticket, block_names
 
@@ -55,6 +56,8 @@ class TransferPage(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: int
     namespace: str
     block_size: int
+    secured: bool
+    """Peers have to know a secret."""
     kv_lease_duration: float
 
 
@@ -93,7 +96,10 @@ class Transfers:
         self._notices = threading.BoundedSemaphore(_MAX_NOTICES)
         self._notifiers = ThreadPoolExecutor(_NOTIFIERS, "kv-notify")
         digest = blake2b(f"{namespace};bytes={memory.block_bytes}".encode(), digest_size=16)
-        self._side = Side(digest.digest(), memory, "shm" in extra.transports)
+        secret, note = read_secret(extra.secret_file)
+        if note:
+            log.warning("%s", note)
+        self._side = Side(digest.digest(), memory, "shm" in extra.transports, secret)
         self._offers = Offers(lease_s=extra.kv_lease_duration, give_back=self._unpin)
         self.metrics = TransferMetrics(model, kept=lambda: len(self._offers))
         self._channel: SideChannel | None = None
@@ -106,6 +112,7 @@ class Transfers:
                 metrics=self.metrics,
                 namespace=self._side.namespace,
                 engine_id=self.engine_id,
+                secret=secret,
                 lease_s=extra.kv_lease_duration,
                 timeout_s=extra.kv_transfer_timeout,
             )
@@ -118,6 +125,7 @@ class Transfers:
             remote_port=self._channel.port if self._channel else 0,
             namespace=digest.hexdigest(),
             block_size=self._size,
+            secured=secret is not None,
             kv_lease_duration=extra.kv_lease_duration,
         )
         scheduler.source = _Source(self, scheduler.source)

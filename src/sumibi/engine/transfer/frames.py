@@ -3,7 +3,8 @@
     frame   "SKVT", version (1 byte), kind (1 byte), length (4 bytes, big-endian), body
     body    MessagePack of the kind's struct; of a block the header, and after the frame its bytes
 
-The decode side opens a connection and says `Hello`; the prefill side answers `Welcome` or `Refused`. Then
+The decode side opens a connection and says `Hello`; the prefill side answers `Welcome` or `Refused`. If it
+has a secret it answers `Challenge` first, which the decode side answers with `Proof` (see `secret`). Then
 any number of `Pull` (answered by blocks in order and `End`, or `Refused`), `Beat` and `Release` (answered
 by `End`). Whatever cannot be understood ends the connection, nothing else.
 """
@@ -24,7 +25,7 @@ MAX_BODY_BYTES = 1 << 20
 _HEAD = struct.Struct(">4sBBI")
 _MAGIC = b"SKVT"
 _REFUSALS = frozenset(
-    ("namespace", "engine", "unknown", "content", "expired", "released", "aborted", "stopped")
+    ("namespace", "engine", "secret", "unknown", "content", "expired", "released", "aborted", "stopped")
 )
 _MAX_TEXT = 500
 _SLICE_S = 0.2
@@ -57,6 +58,22 @@ class Hello(msgspec.Struct, frozen=True):
     engine_id: str | None
     """Of the prefill side, if only that one will do."""
     memory: SharedMemory | None
+    nonce: bytes = b""
+    """The decode side's random number."""
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """The prefill side has a secret, and proves it; the decode side is to do the same."""
+
+    nonce: bytes
+    """The prefill side's random number."""
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """The decode side's answer; empty: it has no secret."""
+
+    proof: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -130,6 +147,8 @@ _KINDS: tuple[type[msgspec.Struct], ...] = (
     Beat,
     Release,
     End,
+    Challenge,
+    Proof,
 )
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _encode = msgspec.msgpack.Encoder().encode

@@ -38,6 +38,12 @@ class TransferMetrics:
             [*self._labels, "reason"],
             registry=self._registry,
         )
+        self._refusals = Counter(
+            "sumibi:kv_transfer_refusals",
+            "Peers that were turned away at the side channel, by reason",
+            [*self._labels, "reason"],
+            registry=self._registry,
+        )
         self._pulled = Counter(
             "sumibi:kv_transfer_blocks",
             "Blocks that came",
@@ -56,6 +62,10 @@ class TransferMetrics:
         """A pull brought not all that was asked for."""
         self.failed.inc()
         self._failures.labels(**self._labels, reason=reason).inc()
+
+    def refusal(self, reason: str) -> None:
+        """A peer was turned away."""
+        self._refusals.labels(**self._labels, reason=reason).inc()
 
     def pulled(self, transport: str, blocks: int, block_bytes: int, seconds: float) -> None:
         """A pull has ended; it brought `blocks` blocks."""

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from sumibi.engine.transfer.frames import (
     Beat,
     Block,
+    Challenge,
     Channel,
     End,
     Hello,
+    Proof,
     Pull,
     Release,
     SharedMemory,
@@ -24,6 +26,7 @@ from sumibi.engine.transfer.frames import (
 )
 from sumibi.engine.transfer.memory import BlockMemory
 from sumibi.engine.transfer.params import PullRequest
+from sumibi.engine.transfer.secret import SideName, nonce, proof, proves
 from sumibi.engine.transfer.shared import SLOTS, Slots, make, unlink
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,8 @@ class Side:
     memory: BlockMemory
     shared: bool
     """Whether to ask for shared memory."""
+    secret: bytes | None = None
+    """That peers must know, too."""
 
 
 @dataclass(slots=True)
@@ -119,8 +124,9 @@ def _connected(
         connection = _connect(request, deadline_s)
         with connection:
             channel = Channel(connection, deadline_s, unwanted)
-            channel.send(Hello(side.namespace, side.memory.block_bytes, request.engine_id, memory))
-            welcome = channel.receive(Welcome)
+            hello = Hello(side.namespace, side.memory.block_bytes, request.engine_id, memory, nonce())
+            channel.send(hello)
+            welcome = _welcome(channel, side.secret, hello)
             if memory is not None:
                 unlink(memory)
             if pulled is not None:
@@ -131,6 +137,23 @@ def _connected(
         if memory is not None and slots is not None:
             unlink(memory)
             slots.close()
+
+
+def _welcome(channel: Channel, secret: bytes | None, hello: Hello) -> Welcome:
+    """The peer's, after both sides have proven what they know. Raises TransferError."""
+    answer = channel.receive(Welcome, Challenge)
+    if isinstance(answer, Welcome):
+        if secret is not None:
+            raise TransferError("secret", "the peer has no secret, and we have one")
+        return answer
+    assert isinstance(answer, Challenge)
+    if secret is None:
+        channel.send(Proof(b""))  # it says and counts why there is no Welcome
+    elif not proves(answer.proof, secret, SideName.PREFILL, hello, answer.nonce):
+        raise TransferError("secret", "the peer has another secret")
+    else:
+        channel.send(Proof(proof(secret, SideName.DECODE, hello, answer.nonce)))
+    return channel.receive(Welcome)
 
 
 def _offer_memory(side: Side) -> tuple[SharedMemory, Slots] | tuple[None, None]:

@@ -13,9 +13,11 @@ from sumibi.core.errors import EnvironmentProblem
 from sumibi.engine.transfer.frames import (
     Beat,
     Block,
+    Challenge,
     Channel,
     End,
     Hello,
+    Proof,
     Pull,
     Refused,
     Release,
@@ -27,6 +29,7 @@ from sumibi.engine.transfer.frames import (
 from sumibi.engine.transfer.memory import BlockMemory
 from sumibi.engine.transfer.metrics import TransferMetrics
 from sumibi.engine.transfer.offers import Offers
+from sumibi.engine.transfer.secret import SideName, nonce, proof, proves
 from sumibi.engine.transfer.shared import Slots, attach
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class SideChannel:
         metrics: TransferMetrics,
         namespace: bytes,
         engine_id: str,
+        secret: bytes | None,
         lease_s: float,
         timeout_s: float,
     ) -> None:
@@ -62,6 +66,8 @@ class SideChannel:
         self._metrics = metrics
         self._namespace = namespace
         self._engine_id = engine_id
+        self._secret = secret
+        self._told_stranger = False
         self._lease_s = lease_s
         self._timeout_s = timeout_s
         self._open: set[socket.socket] = set()
@@ -133,7 +139,12 @@ class SideChannel:
 
     def _converse(self, channel: Channel) -> None:
         hello = channel.receive(Hello)
-        if (refused := self._refusal(hello)) is not None:
+        refused = self._stranger(channel, hello) or self._refusal(hello)
+        if refused is not None:
+            self._metrics.refusal(refused.reason)
+            if refused.reason == "secret" and not self._told_stranger:
+                self._told_stranger = True
+                log.warning("a peer without our secret was refused; more of these are counted only")
             channel.send(refused)
             return
         slots = attach(hello.memory, self._memory.block_bytes) if hello.memory is not None else None
@@ -154,6 +165,18 @@ class SideChannel:
         finally:
             if slots is not None:
                 slots.close()
+
+    def _stranger(self, channel: Channel, hello: Hello) -> Refused | None:
+        """None if the peer knows our secret, or there is none. Nothing is said of us before that but that we
+        know it ourselves.
+        """
+        if self._secret is None:
+            return None
+        number = nonce()
+        channel.send(Challenge(number, proof(self._secret, SideName.PREFILL, hello, number)))
+        if proves(channel.receive(Proof).proof, self._secret, SideName.DECODE, hello, number):
+            return None
+        return Refused("secret", "this side channel is for engines that know its secret")
 
     def _refusal(self, hello: Hello) -> Refused | None:
         if hello.namespace != self._namespace or hello.block_bytes != self._memory.block_bytes:
