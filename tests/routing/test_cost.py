@@ -10,6 +10,7 @@ from sumibi.routing.cost import (
     EVICT,
     FOLLOWERS,
     FREE_EXCESS,
+    LONGER,
     MILD,
     POWER,
     RETURNS,
@@ -79,10 +80,10 @@ def test_those_decoding_are_delayed_by_the_prefill_and_by_longer_steps():
         made.first(name)
     c, latency = cost(made, "3", 100), made.view("a").latency
     growth = latency.d1_s + latency.d2_s * (100 + OUTPUT / 2)
-    assert c.delay_s == pytest.approx(DECODE * 2 * (c.compute_s + OUTPUT * growth))
+    assert c.delay_s == pytest.approx(2 * (DECODE * c.compute_s + LONGER * OUTPUT * growth))
     # Whoever is in its prefill will decode as well: the longer steps are its own, the prefill is a wait.
     c = cost(made, "4", 100)
-    assert c.delay_s == pytest.approx(DECODE * (2 * c.compute_s + (2 + 1) * OUTPUT * growth))
+    assert c.delay_s == pytest.approx(DECODE * 2 * c.compute_s + LONGER * (2 + 1) * OUTPUT * growth)
 
 
 def test_a_full_batch_is_waited_for():
@@ -192,7 +193,7 @@ def test_each_second_of_work_has_a_price_more_above_the_mean_and_a_little_less_b
     more = work_s * factor / (work_s * factor / 2 + FEW_SETTLED * few_s / FEW_PREFILLS)
     latency, output_tokens = made.view("a").latency, made.router._fleet.models["m"].output_tokens
     steps_s = output_tokens * (latency.d1_s + latency.d2_s * (1000 + output_tokens / 2))
-    followers_s = DECODE * FOLLOWERS * returns_of(made).chance(1, 0.0) * more * steps_s
+    followers_s = LONGER * FOLLOWERS * returns_of(made).chance(1, 0.0) * more * steps_s
     # That is more than to compute the prompt once more, which is what it counts.
     assert followers_s > work_s * factor
     assert found["a"].balance_s == pytest.approx(work_s * factor * (WORK + imbalance_at(excess) + 1.0))
@@ -211,7 +212,7 @@ def test_followers_cost_their_share_of_each_longer_step():
     ) / 2
     more = settled_s / (settled_s / 2 + FEW_SETTLED * usual_s)
     latency = made.view("a").latency
-    followers_s = DECODE * FOLLOWERS * returns_of(made).chance(1, 0.0) * more
+    followers_s = LONGER * FOLLOWERS * returns_of(made).chance(1, 0.0) * more
     followers_s *= latency.d1_s + latency.d2_s * 1000.5
     assert followers_s < settled_s
     few_s = FEW_PREFILLS * usual_s

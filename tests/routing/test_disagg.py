@@ -32,19 +32,19 @@ def test_a_pair_is_taken_where_a_prefill_would_hold_up_those_who_decode():
     assert begin(lab, "r", prompt("r", 1000), max_tokens=128) == ("p", "d")
     made = decision(lab)
     pair = made.picked
-    # By hand: the prefill and its price of work; one sequence more in 128 steps of the other answer, at 0.4;
+    # By hand: the prefill and its price of work; one sequence more in 128 steps of the other answer, at 0.1;
     # 1,000 tokens of 100 kB over 1 GB/s; a step of what decodes there and this one.
     moved_s, step_s = 0.002 + 0.1, 0.02 + 2 * 0.001
     assert pair.compute_s == pytest.approx(1.01)
     assert pair.transfer_s == pytest.approx(moved_s + step_s)
     assert pair.ttft_s == pytest.approx(1.01 + moved_s + step_s)
-    assert pair.delay_s == pytest.approx(0.4 * 128 * 0.001)
+    assert pair.delay_s == pytest.approx(0.1 * 128 * 0.001)
     assert pair.total_s == pytest.approx(pair.ttft_s + pair.delay_s + 0.3 * 1.0)
     whole = next(c for c in made.candidates if not c.prefill)
     # Whoever decodes where only that should be done stands still for the whole prefill: twice its seconds.
     # One that came a moment ago lets so many expect in 1.01 s, each for half of it: 1.01 * ln 2 / 60.
     stalled = 1 + 1.01 * 0.693147 / 60 / 2
-    assert whole.delay_s == pytest.approx(2.0 * stalled * 1.01 + 0.4 * 128 * 0.001)
+    assert whole.delay_s == pytest.approx(2.0 * stalled * 1.01 + 0.1 * 128 * 0.001)
     assert made.reason == "delay"
     assert lab.router.counters().disagg == {WHOLE: {"transfer": 1}, PAIR: {"delay": 1}}
 

@@ -14,9 +14,9 @@ room     until enough of those who run there are over, where their KV leaves too
 fetch    until what lies below the device has come to it (`lower`). The endpoint computes for others
          meanwhile, so nobody else waits for it.
 compute  prefill of the tokens that are neither there, on the device or below, nor pending.
-delay    for those decoding there (DECODE): each stands still while this prefill is computed, and each later
-         step is longer by one sequence. Those of a higher priority count for more, of a lower one for
-         less. And for those expected back while it is computed, by the times after which prefixes
+delay    for those decoding there: each stands still while this prefill is computed (DECODE), and each
+         later step is longer by one sequence (LONGER). Those of a higher priority count for more, of a lower
+         one for less. And for those expected back while it is computed, by the times after which prefixes
          returned so far (`returns`): they will have to wait for what is left of it. On an endpoint whose
          role is to decode standing still costs more (STALL), and those count as well who will come there
          meanwhile: one whose prompt is being computed elsewhere, and as many as came lately.
@@ -45,11 +45,14 @@ from sumibi.routing.spread import Spread
 WORK = 0.3
 """A second of prefill costs so much more than the seconds it is waited for: even an idle endpoint will be
 wanted. So a prefix that is being computed is waited for a little rather than computed once more."""
-DECODE = 0.4
-"""A second later in an answer that streams already counts less than one before its first token."""
+DECODE = 0.2
+"""A second in which an answer that streams already stands still counts less than one before its first
+token."""
 STALL = 2.0
 """Not where prompts are computed elsewhere so that answers need not stand still: there a second of standing
 still counts so much."""
+LONGER = 0.1
+"""A second that is spread over the steps of an answer counts still less: nobody sees a gap."""
 RETURNS = 0.5
 """Those expected back count half: they may be sent elsewhere, if that is better for them."""
 EVICT = 1.5
@@ -57,7 +60,7 @@ EVICT = 1.5
 CROWD, POWER = 5.0, 4
 """Storing a second of prefill where live conversations fill the part x of a cache costs CROWD*x^POWER: they
 grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
-FOLLOWERS = 100.0
+FOLLOWERS = 400.0
 """So many later requests will decode where a prompt is computed that nobody has, if it is wanted again at
 all: it may be the first of a group, or of a long conversation."""
 FREE_FORK = 1.0
@@ -82,7 +85,7 @@ def company_s(sequences: float, followed: float) -> float:
     """Seconds that the followers of a new prompt cost beside so many sequences, for each second that one
     more adds to the steps of an answer. `followed`: as in `price`.
     """
-    return DECODE * FOLLOWERS * followed * sequences
+    return LONGER * FOLLOWERS * followed * sequences
 
 
 def pushed_out_s(work_s: float, crowd: float, lost_s: float) -> float:
@@ -142,7 +145,7 @@ def price(
         # those who are not here yet come at any time of it.
         come = min(load.coming, 1) + endpoint.arrivals.per_s(t) * compute_s / 2
         held_s = STALL * (decodes + come) * compute_s
-    delay_s = held_s + DECODE * longer_s
+    delay_s = held_s + LONGER * longer_s
 
     recency, capacity = endpoint.recency, endpoint.kv_tokens
     answers_tokens = inflight * output_tokens / 2

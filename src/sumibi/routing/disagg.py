@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sumibi.routing.cost import DECODE, pushed_out_s
+from sumibi.routing.cost import LONGER, pushed_out_s
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.placing import Looked
@@ -77,7 +77,7 @@ def share(
     step_growth_s = decode_factor * (start.d1_s + start.d2_s * (prompt_tokens + output_tokens / 2))
     step_s = start.d0_s * decode_factor + inflight * step_growth_s
     decodes = foreign_running + load.decode_weight(priority)
-    delay_s = DECODE * (decodes + load.coming + len(load.prefills)) * output_tokens * step_growth_s
+    delay_s = LONGER * (decodes + load.coming + len(load.prefills)) * output_tokens * step_growth_s
 
     room_s = 0.0
     places = endpoint.max_sequences

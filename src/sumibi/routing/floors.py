@@ -11,7 +11,7 @@ by one number of each endpoint first; a closer look is taken at those only.
 
 from array import array
 
-from sumibi.routing.cost import DECODE, MILD, WORK
+from sumibi.routing.cost import DECODE, LONGER, MILD, WORK
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.fading import faded_s, share_epoch_t
 from sumibi.routing.fleet import Roster
@@ -158,7 +158,8 @@ class Rows:
         number, i = self.where[place]
         part = self.parts[number]
         load, learner = endpoint.load, endpoint.learner
-        held_up = DECODE * load.decode_weight(self._priority)
+        decodes = load.decode_weight(self._priority)
+        held_up = DECODE * decodes
         prefills = load.prefills
         part.own[i] = own = learner.own
         if own < part.least_own:
@@ -178,7 +179,7 @@ class Rows:
             part.rest_s[i] = 0.0
             self.head_s[place] = None
         part.work[i] = held_up + (1.0 + WORK - MILD)
-        part.steps[i] = learner.own_decode * (held_up + DECODE * len(prefills))
+        part.steps[i] = learner.own_decode * LONGER * (decodes + len(prefills))
         self._typical_s[place] = endpoint.typical_prefill_s
         self._inflight[place] = load.inflight
         part.worked[i] = endpoint.worked_lately_s(self._shares_t)
@@ -314,7 +315,7 @@ class _Terms:
         """Where more is held up the limit is exceeded by this prefill on the quickest endpoint alone."""
         own = part.least_own
         compute_s = max(self.fixed_s * own, self.least_fixed_s) + max(self.factor * own, LEAST) * work_s
-        step_s = self.steps_s * part.least_own_decode
+        step_s = self.steps_s * part.least_own_decode * (LONGER / DECODE)
         return (limit_s + step_s) / (compute_s + step_s)
 
     def near(self, limit_s: float, part: _Part, work_s: float) -> list[tuple[float, int]]:
