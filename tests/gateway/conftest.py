@@ -306,7 +306,7 @@ class FakeEngine:
             case "/tokenize" if self.tokens is not None:
                 self.tokenize_calls += 1
                 await respond_json(writer, 200, {"tokens": self.tokens, "count": len(self.tokens)})
-            case "/v1/chat/completions" | "/v1/completions":
+            case "/v1/chat/completions" | "/v1/completions" | "/v1/responses":
                 self.requests.append(request)
                 gone = asyncio.ensure_future(_watch_for_end(reader))
                 work = asyncio.ensure_future(self.behave(request, writer))

@@ -1,6 +1,7 @@
 """The sidecar: a header in the place of a router, the same pairs, everything else passed through."""
 
 import contextlib
+import json
 
 import pytest
 
@@ -150,3 +151,84 @@ async def test_a_client_that_leaves_ends_what_it_asked_for(lab, behaviours, clie
 def test_a_malformed_option_is_named(decode, connector, allow, wrong):
     with pytest.raises(ConfigError, match=wrong):
         sidecar_options(decode, connector, allow, host="127.0.0.1", port=8000, kv_port=None)
+
+
+RESPONSE = {"model": "test-model", "input": "hello", "temperature": 0}
+RESPONSES = "/v1/responses"
+
+
+def response_answer(**fields):
+    """As vLLM answers: other names for usage, and in a stream the whole of it within the last event."""
+    usage = {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 6}}
+    return {"id": "resp_1", "object": "response", "status": "completed", "usage": usage, **fields}
+
+
+async def test_responses_are_pairs_as_well(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        prefill.behave = behaviours.status(200, response_answer(kv_transfer_params=PARAMETERS))
+        decode.behave = behaviours.status(200, response_answer())
+        body = {**RESPONSE, "max_output_tokens": 9, "store": True}
+        got = await ask(client_of, sidecar, path=RESPONSES, body=body, headers=named(prefill))
+        assert got.status == 200
+        (first,), (second,) = prefill.requests, decode.requests
+        assert (first.path, second.path) == (RESPONSES, RESPONSES)
+        own = {name: first.json[name] for name in ("max_output_tokens", "stream", "store")}
+        assert own == {"max_output_tokens": 1, "stream": False, "store": False}
+        assert "max_tokens" not in first.json
+        assert second.json == {**body, "kv_transfer_params": PARAMETERS}
+        # What the prefill engine had in its cache, not what the decode engine was handed.
+        assert got.json["usage"] == {
+            "input_tokens": 7,
+            "output_tokens": 2,
+            "input_tokens_details": {"cached_tokens": 6},
+        }
+        assert (await ask(client_of, sidecar, path="/sidecar/legs")).json == {"nixlv2/ok": 1}
+
+
+async def test_a_stream_of_a_response_says_what_the_prefill_engine_had(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        usage = {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 2}}
+        prefilled = response_answer(kv_transfer_params=PARAMETERS, usage=usage)
+        prefill.behave = behaviours.status(200, prefilled)
+        created = {"type": "response.created", "response": {"id": "resp_1", "usage": None}}
+        completed = {"type": "response.completed", "response": response_answer(), "sequence_number": 2**60}
+        events = "".join(
+            f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in (created, completed)
+        )
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {len(events)}\r\n\r\n"
+        decode.behave = behaviours.in_pieces((head + events).encode(), 50)
+        body = {**RESPONSE, "stream": True}
+        got = await ask(client_of, sidecar, path=RESPONSES, body=body, headers=named(prefill))
+        assert got.status == 200
+        lines = [line for line in got.body.decode().splitlines() if line]
+        assert lines[0::2] == ["event: response.created", "event: response.completed"]
+        last = json.loads(lines[3].removeprefix("data: "))
+        assert last["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 2}
+        assert (last["sequence_number"], last["response"]["usage"]["output_tokens"]) == (2**60, 2)
+
+
+@pytest.mark.parametrize(
+    "field", [{"previous_response_id": "resp_0"}, {"background": True}, {"conversation": "conv_1"}]
+)
+async def test_a_response_that_hangs_on_the_engine_s_own_state_is_a_whole_run(
+    lab, behaviours, client_of, field
+):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        decode.behave = behaviours.status(200, response_answer())
+        body = {**RESPONSE, **field}
+        got = await ask(client_of, sidecar, path=RESPONSES, body=body, headers=named(prefill))
+        assert (got.status, prefill.requests) == (200, [])
+        assert [request.json for request in decode.requests] == [body]
+        assert (await ask(client_of, sidecar, path="/sidecar/legs")).json == {"nixlv2/unfit-request": 1}
+
+
+async def test_a_response_without_input_is_refused_and_other_routes_pass(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        got = await ask(
+            client_of, sidecar, path=RESPONSES, body={"model": "test-model"}, headers=named(prefill)
+        )
+        assert got.status == 400
+        assert "input" in got.json["error"]["message"]
+        got = await ask(client_of, sidecar, path="/v1/responses/resp_1", method="GET", headers=named(prefill))
+        assert got.status == 404, "the engine's own word"
+        assert (prefill.requests, decode.requests) == ([], [])

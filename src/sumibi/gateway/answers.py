@@ -170,17 +170,26 @@ class JsonAnswer:
 def with_cached(answer: bytes, cached_tokens: int) -> bytes:
     """A JSON answer (or chunk of one) whose usage says `cached_tokens`; unchanged if it has no usage.
 
-    Every other value stays as it was written.
+    Every other value stays as it was written. Streams of `/v1/responses` have the answer within an event.
     """
     try:
         fields = _fields.decode(answer)
+        if "usage" not in fields and "response" in fields:
+            inside = bytes(fields["response"])
+            changed = with_cached(inside, cached_tokens)
+            return (
+                answer
+                if changed is inside
+                else msgspec.json.encode(fields | {"response": msgspec.Raw(changed)})
+            )
         usage = _fields.decode(fields["usage"])
-        details = usage.get("prompt_tokens_details")
+        name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+        details = usage.get(name)
         inner: dict[str, Any] = dict(_fields.decode(details)) if details not in (None, _NULL) else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
         return answer
     inner["cached_tokens"] = cached_tokens
-    return msgspec.json.encode({**fields, "usage": {**usage, "prompt_tokens_details": inner}})
+    return msgspec.json.encode({**fields, "usage": {**usage, name: inner}})
 
 
 def _events_with_cached(block: bytes, cached_tokens: int) -> bytes:

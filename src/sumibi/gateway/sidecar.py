@@ -35,12 +35,14 @@ from sumibi.gateway.shell import Target
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.transfers import Transfer, transfer_of
 from sumibi.gateway.upstream import Call, Sink, Upstream
-from sumibi.prompts.dialects import parse_request
+from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_body, parse_request
 from sumibi.prompts.keys import Prompt, PromptGrade
 from sumibi.routing.events import Admitted, Dispatch, Event, Finished, FinishReason, Prefilled
 
 _ABORT_S = 2.0
 _DECODE = "decode"
+_RESPONSES = "/v1/responses"
+_PAIRED_PATHS = (*COMPLETION_PATHS, _RESPONSES)
 _NO_TERMS = Terms(session="", program="", priority=0, ttl_s=None)
 
 log = logging.getLogger(__name__)
@@ -191,7 +193,7 @@ class Sidecar:
             counts = {f"{name}/{outcome}": n for (name, outcome), n in self.shell.metrics.legs.items()}
             connection.respond(200, msgspec.json.encode(counts))
             return None
-        if named is None or request.method != "POST" or request.path not in COMPLETION_PATHS:
+        if named is None or request.method != "POST" or request.path not in _PAIRED_PATHS:
             if request.method == "HEAD":
                 connection.respond(405, error_body(405, "HEAD is not passed through"))
                 return None
@@ -205,7 +207,8 @@ class Sidecar:
             connection.respond(403, error_body(403, message, code="prefiller_not_allowed"))
             return None
         try:
-            asked = parse_request(request.path, request.body)
+            responses = request.path == _RESPONSES
+            asked = _response(request.body) if responses else parse_request(request.path, request.body)
         except BadRequest as error:
             connection.respond(error.status, error_body_of(error))
             return None
@@ -229,6 +232,23 @@ class Sidecar:
         shell.prefillers[name] = prefillers[0]
         completion.arrive(Prompt(keys=[], prompt_tokens=0, grade=PromptGrade.APPROXIMATE))
         return completion
+
+
+class _ResponseView(msgspec.Struct):
+    """What a pair has to know of a request of `/v1/responses`."""
+
+    model: str
+    input: msgspec.Raw
+    stream: bool | None = None
+
+
+_response_view = msgspec.json.Decoder(_ResponseView)
+
+
+def _response(body: bytes) -> PromptRequest:
+    """Raises BadRequest naming the field that is wrong."""
+    view = decode_body(_response_view, body)
+    return PromptRequest(kind=PromptKind.CHAT, model=view.model, stream=bool(view.stream))
 
 
 def _is_address(word: str) -> bool:

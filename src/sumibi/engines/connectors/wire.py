@@ -14,9 +14,13 @@ from sumibi.engines.connectors.declare import Connector, Values, fill
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 """Of chats and completions; each is 1 on a prefill half of one token."""
+_RESPONSE = {"max_output_tokens": 1, "store": False}
+"""The same of `/v1/responses`; and nobody will ask for a half's response by its id."""
 _NO_STREAM = ("stream_options",)
 _ALONE = ("prompt_logprobs", "use_beam_search", "best_of")
 """Fields with which an engine loads no KV from elsewhere, or runs a request as several."""
+_STATEFUL = ("previous_response_id", "conversation", "background")
+"""Fields of `/v1/responses` by which a request means something at the engine that has its state only."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -26,8 +30,12 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Of chats and completions; of responses the second half."""
+
     prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    input_tokens_details: _Details | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -65,8 +73,18 @@ def prefill_body(connector: Connector, body: bytes, values: Values) -> bytes:
     changes = dict(fill(connector.prefill, values))
     if not connector.one_token:
         return set_fields(body, changes)
-    changes |= dict.fromkeys(_LIMITS, 1) | {"stream": False}
+    limits = _RESPONSE if _is_response(body) else dict.fromkeys(_LIMITS, 1)
+    changes |= limits | {"stream": False}
     return set_fields(body, changes, _NO_STREAM)
+
+
+def _is_response(body: bytes) -> bool:
+    """Whether it is a request of `/v1/responses`: only these have `input`, and no other prompt."""
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False  # said by who sets fields
+    return "input" in fields and "messages" not in fields and "prompt" not in fields
 
 
 def decode_body(connector: Connector, body: bytes, values: Values) -> bytes:
@@ -85,6 +103,8 @@ def unpairable(body: bytes) -> str:
         # 0 asks for something of `prompt_logprobs` and for nothing of the others.
         if name in fields and bytes(fields[name]) not in idle[: 2 if name == "prompt_logprobs" else 3]:
             return name
+    if "input" in fields:
+        return next((name for name in _STATEFUL if bytes(fields.get(name, b"null")) not in idle[:2]), "")
     return ""
 
 
@@ -96,8 +116,10 @@ def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
         if connector.takes is not None:
             raise WireError(f"the prefill engine's answer is no JSON answer: {cause}") from cause
         usage = None  # a stream, for instance: the decode half needs nothing of it
-    prompt = usage.prompt_tokens if usage is not None else None
-    details = usage.prompt_tokens_details if usage is not None else None
+    prompt, details = None, None
+    if usage is not None:
+        prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+        details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else None
     returned = msgspec.Raw(b"null")
     if connector.takes is not None and connector.returned is not None:
