@@ -13,8 +13,9 @@ import msgspec
 
 from sumibi.core.errors import BadRequest, UnknownModel
 from sumibi.core.ids import new_id
-from sumibi.gateway.completion import EXPLAIN_HEADER, Completion
+from sumibi.gateway.completion import Completion
 from sumibi.gateway.errors import INTERNAL_ERROR, error_body, error_body_of
+from sumibi.gateway.headers import EXPLAIN_HEADER
 from sumibi.gateway.http1 import Connection, Exchange, Request
 from sumibi.gateway.prompting import ModelReader, ModelReaders
 from sumibi.gateway.shell import Shell

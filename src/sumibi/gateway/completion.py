@@ -1,11 +1,10 @@
 """One request for generated text, from its parsed prompt to its last byte: the shell's side of its life.
 
 It tells the router what happens (arrival, dispatch, first token, end) and does what the router says
-(dispatch, refuse). Bytes flow past it: the engine's answer is its sink, the client's connection its drain.
+(dispatch, refuse). Bytes flow past it: it is the sink of the engine's answer, `reply` its way to the client.
 
-The head of an answer is held until the first piece of its body, so that an engine that dies in between
-costs a retry and not the request. From then on nothing can be taken back: a stream that breaks ends with an
-error event and a proper end, any other answer by cutting the connection, so that it cannot pass for whole.
+Nothing of an answer is sent before the first piece of its body is there, so that an engine that dies before
+costs a retry and not the request.
 """
 
 import asyncio
@@ -16,11 +15,13 @@ import msgspec
 
 from sumibi.engines.connectors import PrefillAnswer
 from sumibi.gateway import pairs
-from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
-from sumibi.gateway.errors import error_body, error_event
-from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, Request, response_head
+from sumibi.gateway.answers import Usage
+from sumibi.gateway.errors import error_body
+from sumibi.gateway.headers import forwarded
+from sumibi.gateway.http1 import Connection, Header, Request
 from sumibi.gateway.metrics import Metrics, ModelCounters, seconds
 from sumibi.gateway.pairs import Failure, Pair
+from sumibi.gateway.reply import Reply, dropped
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.upstream import Call, Sink
 from sumibi.prompts.dialects import PromptKind, PromptRequest
@@ -38,35 +39,6 @@ from sumibi.routing.events import (
     PromptGrade,
 )
 
-EXPLAIN_HEADER = b"x-sumibi-explain"
-PREFILLER_HEADER = b"x-prefiller-host-port"
-"""Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
-DECISION_HEADER = b"x-sumibi-decision"
-DROPPED_HEADERS = (b"x-sumibi-dropped-reason", b"x-llm-d-request-dropped-reason")
-"""Why a request was refused, under our name and under the one llm-d's clients know."""
-
-_NOT_FORWARDED = HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"expect",
-    b"accept-encoding",  # usage must be readable on its way through
-    b"x-request-id",
-    b"x-data-parallel-rank",  # placement decides
-    PREFILLER_HEADER,
-    EXPLAIN_HEADER,
-}
-_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id"}
-_LAST_CHUNK = b"0\r\n\r\n"
-
-_FAILURES = {
-    FinishReason.REFUSED: (502, "no engine could be reached"),
-    FinishReason.ENGINE_GONE: (502, "the engine broke off before its answer was complete"),
-    FinishReason.ENGINE_ERROR: (502, "the engine could not answer"),
-    FinishReason.REJECTED: (502, "the engine refused the request"),
-    FinishReason.TIMEOUT: (504, "the engine did not answer in time"),
-    FinishReason.SHUTDOWN: (503, "the gateway is shutting down"),
-}
-"""(status, message): what clients are told; addresses of engines are none of their business."""
 _QUEUE_OUTCOMES = {
     FinishReason.CLIENT_GONE: "rejected-context-cancelled",
     FinishReason.SHUTDOWN: "rejected-shutting-down",
@@ -141,26 +113,19 @@ class Completion:
         """Drop reason, if the router refused the request."""
         self._shell = shell
         self._connection = connection
+        self._reply = Reply(connection, request_id, one_zero=request.version == "1.0")
         self._target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
         self._terms = terms
         self._body = request.body
-        self._one_zero = request.version == "1.0"
-        self._forward = _forwarded(request, request_id, keep_authorization=keep_authorization)
+        self._forward = forwarded(request, request_id, keep_authorization=keep_authorization)
         self._explain = explain
         self._call: Call | None = None
         self._pair: Pair | None = None
         self._kept: Pair | None = None  # its parameters have not reached any decode engine
         self._cached_tokens: int | None = None  # of a pair, by its prefill half
         self._overdue: asyncio.TimerHandle | None = None
-        self._status = 0
-        self._headers: list[Header] = []
-        self._events: EventStream | None = None
-        self._json: JsonAnswer | None = None
         self._queued_t: float | None = None  # since when it waits for its first endpoint
         self._arrived = False  # the router knows of the request
-        self._answered = False  # a byte of an answer went to the client
-        self._ended = False  # its end, too
-        self._chunked = False
         self._over = False
 
     def arrive(self, prompt: Prompt) -> None:
@@ -197,7 +162,7 @@ class Completion:
             self._stop_call()
             self._tell_finished(FinishReason.REJECTED, None)
             self._close(FinishReason.REJECTED, None)
-            self._respond(status, body)
+            self._reply.whole(status, body)
 
     # -- what the router says
 
@@ -209,8 +174,7 @@ class Completion:
         self.endpoint = instruction.endpoint
         self.decision = instruction.decision
         self.prefill = instruction.prefill or ""
-        self._status = 0
-        self._events = self._json = None
+        self._reply.anew()
         self._cached_tokens = None
         self._drop_pair()
         if instruction.prefill is None:
@@ -240,7 +204,7 @@ class Completion:
         shell.attempt_failed(pair.prefill, reason, failure.detail)
         if self._over or self._pair is not pair:
             return
-        if self._answered:  # the decode engine has all it needs
+        if self._reply.answered:  # the decode engine has all it needs
             return
         self._leg_failed(failure)
 
@@ -282,11 +246,9 @@ class Completion:
         if cached_tokens is None and pair.connector.takes is not None:
             cached_tokens = 0  # else the client would be told that all of it was, by the decode engine
         self._cached_tokens = cached_tokens
-        for reading in (self._events, self._json):
-            if reading is not None:
-                reading.cached_tokens = cached_tokens
+        self._reply.cached_tokens(cached_tokens)
         shell = self._shell
-        if not self._answered:
+        if not self._reply.answered:
             shell.tell(
                 Prefilled(
                     t=shell.now(),
@@ -300,14 +262,14 @@ class Completion:
             return
         if not pair.concurrent:
             self._send(pair.decode_body())
-        if self.asked.stream and not self._answered:
+        if self.asked.stream and not self._reply.answered:
             self._overdue = shell.later(self._decode_overdue)
 
     def _decode_overdue(self) -> None:
         """The decode engine has waited for KV, or for its turn, for longer than anybody should."""
         self._overdue = None
         call, self._call = self._call, None
-        if call is not None and not self._over and not self._answered:
+        if call is not None and not self._over and not self._reply.answered:
             call.cancel()
             self.answer_failed(FinishReason.TIMEOUT, "no first token of a fetched prompt in time")
 
@@ -320,15 +282,9 @@ class Completion:
             return
         self._close(failure.reason, None)
         if failure.status:
-            kind = next((v for lower, _, v in failure.headers if lower == b"content-type"), b"")
-            fields = [
-                (name, value)
-                for lower, name, value in failure.headers
-                if lower not in _NOT_RETURNED and lower != b"content-type"
-            ]
-            self._respond(failure.status, failure.body, fields, content_type=kind or b"application/json")
+            self._reply.pass_on(failure.status, failure.headers, failure.body)
         else:
-            self._respond_failure(failure.reason)
+            self._reply.failure(failure.reason)
 
     def _drop_pair(self) -> None:
         """Nothing more is wanted of its prefill half, whatever that is at."""
@@ -355,22 +311,15 @@ class Completion:
         self.refusal = reason
         self._left_queue(reason)
         self._close(FinishReason.REFUSED, None)
-        self._respond(status, error_body(status, message, code=reason), _dropped(reason))
+        self._reply.whole(status, error_body(status, message, code=reason), dropped(reason))
 
     # -- upstream.Sink
 
     def answer_head(self, status: int, headers: list[Header]) -> None:
         """The engine's status decides what becomes of the attempt."""
-        self._status, self._headers = status, headers
+        self._reply.head(status, headers)
         if 200 <= status < 300:
-            kind = next((value for lower, _, value in headers if lower == b"content-type"), b"")
-            if kind.startswith(b"text/event-stream"):
-                self._events = EventStream()
-            else:
-                self._json = JsonAnswer()
-            for reading in (self._events, self._json):
-                if reading is not None:
-                    reading.cached_tokens = self._cached_tokens
+            self._reply.read(self._cached_tokens)
             return
         reason = FinishReason.REJECTED
         if status >= 500 or status == 429:
@@ -386,37 +335,28 @@ class Completion:
 
     def answer_body(self, pieces: list[bytes], *, last: bool) -> None:
         """Pass a piece of the answer on."""
-        events = self._events
+        reply, waits = self._reply, self._pair is not None and not self._reply.answered
+        events = reply.events
         if events is not None:
             block = events.feed(pieces)
             if last:
                 block += events.rest()
             if not block:
                 return
-            if self._pair is not None and not self._answered and events.failed():
+            if waits and events.failed():
                 self._decode_refused()
                 return
             pieces = [block]
-        elif self._json is not None:
-            if self._pair is not None and not self._answered:
-                held = self._held(self._json, pieces, last=last)
+        elif reply.json is not None:
+            if waits:
+                # Without streaming a pair's answer is held until its usage can be set right.
+                held = reply.hold(pieces, last=last)
                 if held is None:
                     return
                 pieces = held
             else:
-                self._json.feed(pieces)
+                reply.json.feed(pieces)
         self._write(pieces, last=last)
-
-    def _held(self, answer: JsonAnswer, pieces: list[bytes], *, last: bool) -> list[bytes] | None:
-        """A pair's answer without streaming is held until its usage can be set right."""
-        over = answer.overflows(pieces)
-        if over is not None or not last:
-            return over
-        body = answer.whole()
-        assert body is not None
-        self._headers = [header for header in self._headers if header[0] != b"content-length"]
-        self._headers.append((b"content-length", b"content-length", b"%d" % len(body)))
-        return [body]
 
     def _decode_refused(self) -> None:
         """The decode engine's first word is that it cannot go on: nothing was sent to the client yet."""
@@ -428,11 +368,11 @@ class Completion:
     def answer_end(self) -> None:
         """The engine's answer is whole."""
         self._call = None
-        if not self._ended:
+        if not self._reply.ended:
             self._write([], last=True)
         if not self._over:
             usage, reason = self._usage(), FinishReason.STOP
-            if self._events is not None and self._events.failed():
+            if self._reply.events is not None and self._reply.events.failed():
                 reason = FinishReason.ENGINE_ERROR
                 self._shell.attempt_failed(self.endpoint, reason, "it ended a stream with an error")
             self._tell_finished(reason, usage)
@@ -447,17 +387,17 @@ class Completion:
             self._kept = pair
         self._shell.attempt_failed(self.endpoint, reason, detail)
         if self._over:  # while an engine's error answer was being passed on
-            if self._answered:
+            if self._reply.answered:
                 self._connection.abort()
             else:
-                self._respond_failure(reason)
-        elif self._answered:
+                self._reply.failure(reason)
+        elif self._reply.answered:
             self._tell_finished(reason, None)
-            self._cut(reason)
+            self._reply.cut(reason)
             self._close(reason, None)
         elif not self._tried_again(reason):
             self._close(reason, None)
-            self._respond_failure(reason)
+            self._reply.failure(reason)
 
     # -- http1.Exchange
 
@@ -488,74 +428,25 @@ class Completion:
             return
         reason = FinishReason.SHUTDOWN
         self._tell_finished(reason, None)
-        if self._answered:
-            self._cut(reason)
+        if self._reply.answered:
+            self._reply.cut(reason)
         else:
-            self._respond_failure(reason)
+            self._reply.failure(reason)
         self._close(reason, None)
 
     # -- inside
 
     def _write(self, pieces: list[bytes], *, last: bool = False) -> None:
-        """Send pieces of the answer, before the first of them its head, after the last of them its end."""
-        first = not self._answered
-        out = [self._head()] if first else []
-        if pieces and self._chunked:
-            out += [b"%x\r\n" % sum(map(len, pieces)), *pieces, b"\r\n"]
-        else:
-            out += pieces
-        if last:
-            self._ended = True
-            if self._chunked:
-                out.append(_LAST_CHUNK)
-        if out:
-            self._connection.writelines(out)
-        if first and not self._over:
-            shell = self._shell
-            self.first_token_t = shell.now()
-            shell.tell(FirstToken(t=self.first_token_t, request=self.id, attempt=self.attempt))
-
-    def _head(self) -> bytes:
-        """The head of the answer, with framing of our own."""
-        self._answered = True
-        fields = [(name, value) for lower, name, value in self._headers if lower not in _NOT_RETURNED]
-        fields.append((b"x-request-id", self.id.encode()))
-        if self._explain and self.decision:
-            fields.append((DECISION_HEADER, self._shell.explanation(self.decision)))
-        length = None
-        if self._events is None:
-            length = next((value for lower, _, value in self._headers if lower == b"content-length"), None)
-        if length is not None:
-            fields.append((b"content-length", length))
-        elif not self._one_zero:
-            self._chunked = True
-            fields.append((b"transfer-encoding", b"chunked"))
-        return response_head(self._status, fields, close=self._connection.last)
-
-    def _cut(self, reason: FinishReason) -> None:
-        """End an answer that has begun and will not be whole."""
-        if self._events is None or self._one_zero:
-            self._connection.abort()
+        """Send pieces of the answer; the router hears of the first."""
+        reply = self._reply
+        if reply.answered:
+            reply.write(pieces, last=last)
             return
-        self._write([error_event(_FAILURES[reason][1], code=_code(reason))], last=True)
-        self._connection.finished(close=True)
-
-    def _respond_failure(self, reason: FinishReason) -> None:
-        status, message = _FAILURES[reason]
-        code = _code(reason)
-        headers = _dropped(code) if reason is FinishReason.SHUTDOWN else None
-        self._respond(status, error_body(status, message, code=code), headers)
-
-    def _respond(
-        self,
-        status: int,
-        body: bytes,
-        headers: list[tuple[bytes, bytes]] | None = None,
-        *,
-        content_type: bytes = b"application/json",
-    ) -> None:
-        fields = [*(headers or ()), (b"x-request-id", self.id.encode())]
-        self._connection.respond(status, body, content_type=content_type, headers=fields)
+        explained = self._shell.explanation(self.decision) if self._explain and self.decision else None
+        reply.write(pieces, last=last, explained=explained)
+        if not self._over:
+            self.first_token_t = self._shell.now()
+            self._shell.tell(FirstToken(t=self.first_token_t, request=self.id, attempt=self.attempt))
 
     def _tried_again(self, reason: FinishReason) -> bool:
         """Report the end of an unanswered attempt; True if the router took care of what follows."""
@@ -574,7 +465,7 @@ class Completion:
                 request=self.id,
                 attempt=self.attempt,
                 reason=reason,
-                answered=self._answered,
+                answered=self._reply.answered,
                 prompt_tokens=usage.prompt_tokens if usage is not None and usage.exact else None,
                 cached_tokens=usage.cached_tokens if usage is not None else None,
                 output_tokens=usage.output_tokens if usage is not None else None,
@@ -604,7 +495,7 @@ class Completion:
         it: so one that has not answered yet gets to read its half before it is told to stop.
         """
         call, pair = self._call, self._pair
-        if call is not None and pair is not None and pair.answer is not None and not self._status:
+        if call is not None and pair is not None and pair.answer is not None and not self._reply.status:
             self._call = None
             call.deliver()
         self._stop_call()
@@ -612,40 +503,7 @@ class Completion:
 
     def _usage(self) -> Usage:
         """Token counts of the whole answer: the engine's, else counted here."""
-        usage = self._engine_usage()
+        usage = self._reply.usage(chat=self.asked.kind is PromptKind.CHAT)
         if self._cached_tokens is not None:  # the answer may have passed before this was known
             usage = msgspec.structs.replace(usage, cached_tokens=self._cached_tokens)
         return usage
-
-    def _engine_usage(self) -> Usage:
-        if self._json is not None:
-            return self._json.usage() or Usage(None, None, None, exact=False)
-        assert self._events is not None
-        usage = self._events.usage()
-        if usage is not None:
-            return usage
-        # One event a token, the opening role event of a chat and the closing [DONE] aside.
-        overhead = 2 if self.asked.kind is PromptKind.CHAT else 1
-        return Usage(None, None, max(0, self._events.events - overhead), exact=False)
-
-
-def _dropped(reason: str) -> list[tuple[bytes, bytes]]:
-    return [(name, reason.encode()) for name in DROPPED_HEADERS]
-
-
-def _code(reason: FinishReason) -> str:
-    """The word of an error answer that a program can go by."""
-    return "rejected-shutting-down" if reason is FinishReason.SHUTDOWN else reason.value
-
-
-def _forwarded(request: Request, request_id: str, *, keep_authorization: bool) -> bytes:
-    """The header lines that an engine gets, but for `Host` and the length of the body."""
-    named = request.named.get(b"connection", b"").lower()
-    dropped = _NOT_FORWARDED
-    if named not in (b"", b"keep-alive", b"close"):
-        dropped = dropped | {token.strip() for token in named.split(b",")}
-    if not keep_authorization:
-        dropped = dropped | {b"authorization"}
-    lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in request.headers if lower not in dropped]
-    lines.append(b"x-request-id: %b\r\n" % request_id.encode())
-    return b"".join(lines)

@@ -22,9 +22,10 @@ from sumibi.engines.connectors import CONNECTORS, Values
 from sumibi.engines.discovery import address_of
 from sumibi.gateway.answers import Usage
 from sumibi.gateway.app import COMPLETION_PATHS
-from sumibi.gateway.completion import PREFILLER_HEADER, Completion
+from sumibi.gateway.completion import Completion
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.errors import error_body, error_body_of
+from sumibi.gateway.headers import PREFILLER_HEADER
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
 from sumibi.gateway.metrics import Metrics
 from sumibi.gateway.options import EngineOption, Timeouts, engine_options

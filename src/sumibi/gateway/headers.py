@@ -1,0 +1,31 @@
+"""Which header lines of a request for text an engine gets, and those that are for us."""
+
+from sumibi.gateway.http1 import HOP_BY_HOP, Request
+
+EXPLAIN_HEADER = b"x-sumibi-explain"
+PREFILLER_HEADER = b"x-prefiller-host-port"
+"""Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
+
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",  # usage must be readable on its way through
+    b"x-request-id",
+    b"x-data-parallel-rank",  # placement decides
+    PREFILLER_HEADER,
+    EXPLAIN_HEADER,
+}
+
+
+def forwarded(request: Request, request_id: str, *, keep_authorization: bool) -> bytes:
+    """The header lines that an engine gets, but for `Host` and the length of the body."""
+    named = request.named.get(b"connection", b"").lower()
+    dropped = _NOT_FORWARDED
+    if named not in (b"", b"keep-alive", b"close"):
+        dropped = dropped | {token.strip() for token in named.split(b",")}
+    if not keep_authorization:
+        dropped = dropped | {b"authorization"}
+    lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in request.headers if lower not in dropped]
+    lines.append(b"x-request-id: %b\r\n" % request_id.encode())
+    return b"".join(lines)

@@ -1,0 +1,183 @@
+"""An engine's answer on its way to the client: its head, its body in framing of our own, its end.
+
+The head is held until the first piece of the body. From then on nothing can be taken back: a stream that
+breaks ends with an error event and a proper end, any other answer by cutting the connection, so that it
+cannot pass for whole.
+"""
+
+from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
+from sumibi.gateway.errors import error_body, error_event
+from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, response_head
+from sumibi.routing.events import FinishReason
+
+DECISION_HEADER = b"x-sumibi-decision"
+DROPPED_HEADERS = (b"x-sumibi-dropped-reason", b"x-llm-d-request-dropped-reason")
+"""Why a request was refused, under our name and under the one llm-d's clients know."""
+
+_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id"}
+_LAST_CHUNK = b"0\r\n\r\n"
+_JSON = b"application/json"
+
+_FAILURES = {
+    FinishReason.REFUSED: (502, "no engine could be reached"),
+    FinishReason.ENGINE_GONE: (502, "the engine broke off before its answer was complete"),
+    FinishReason.ENGINE_ERROR: (502, "the engine could not answer"),
+    FinishReason.REJECTED: (502, "the engine refused the request"),
+    FinishReason.TIMEOUT: (504, "the engine did not answer in time"),
+    FinishReason.SHUTDOWN: (503, "the gateway is shutting down"),
+}
+"""(status, message): what clients are told; addresses of engines are none of their business."""
+
+
+class Reply:
+    """To one request, whichever engine it comes from in the end."""
+
+    def __init__(self, connection: Connection, request_id: str, *, one_zero: bool) -> None:
+        self.status = 0
+        """Of the engine's answer; 0: it has not come."""
+        self.events: EventStream | None = None
+        self.json: JsonAnswer | None = None
+        """What is read of the body; neither, if it is an error."""
+        self.answered = False
+        """A byte of it went to the client."""
+        self.ended = False
+        """Its end, too."""
+        self._connection = connection
+        self._request_id = request_id.encode()
+        self._one_zero = one_zero
+        self._headers: list[Header] = []
+        self._chunked = False
+
+    # -- from the engine
+
+    def anew(self) -> None:
+        """Another attempt begins; nothing of the one before went to the client."""
+        self.status = 0
+        self.events = self.json = None
+
+    def head(self, status: int, headers: list[Header]) -> None:
+        """The head came."""
+        self.status, self._headers = status, headers
+
+    def read(self, cached_tokens: int | None) -> None:
+        """It is a good one, so its body is read. `cached_tokens`: see there."""
+        if _value(self._headers, b"content-type").startswith(b"text/event-stream"):
+            self.events = EventStream()
+        else:
+            self.json = JsonAnswer()
+        self.cached_tokens(cached_tokens)
+
+    def cached_tokens(self, cached_tokens: int | None) -> None:
+        """What the answer's usage is to say, if the engine that writes it cannot know."""
+        for reading in (self.events, self.json):
+            if reading is not None:
+                reading.cached_tokens = cached_tokens
+
+    def hold(self, pieces: list[bytes], *, last: bool) -> list[bytes] | None:
+        """Keep an answer without streaming until it is whole; None: it is not yet. Too long a one goes on."""
+        assert self.json is not None
+        over = self.json.overflows(pieces)
+        if over is not None or not last:
+            return over
+        body = self.json.whole()
+        assert body is not None
+        self._headers = [header for header in self._headers if header[0] != b"content-length"]
+        self._headers.append((b"content-length", b"content-length", b"%d" % len(body)))
+        return [body]
+
+    def usage(self, *, chat: bool) -> Usage:
+        """Token counts by the engine, or else an estimate of the answer's."""
+        if self.json is not None:
+            return self.json.usage() or Usage(None, None, None, exact=False)
+        assert self.events is not None
+        usage = self.events.usage()
+        if usage is not None:
+            return usage
+        # One event a token, the opening role event of a chat and the closing [DONE] aside.
+        overhead = 2 if chat else 1
+        return Usage(None, None, max(0, self.events.events - overhead), exact=False)
+
+    # -- to the client
+
+    def write(self, pieces: list[bytes], *, last: bool = False, explained: bytes | None = None) -> None:
+        """Send pieces of the body: before the first of them the head (with an explanation of the decision),
+        after the last of them the end.
+        """
+        out = [] if self.answered else [self._head(explained)]
+        if pieces and self._chunked:
+            out += [b"%x\r\n" % sum(map(len, pieces)), *pieces, b"\r\n"]
+        else:
+            out += pieces
+        if last:
+            self.ended = True
+            if self._chunked:
+                out.append(_LAST_CHUNK)
+        if out:
+            self._connection.writelines(out)
+
+    def _head(self, explained: bytes | None) -> bytes:
+        """The head, with framing of our own."""
+        self.answered = True
+        fields = [(name, value) for lower, name, value in self._headers if lower not in _NOT_RETURNED]
+        fields.append((b"x-request-id", self._request_id))
+        if explained is not None:
+            fields.append((DECISION_HEADER, explained))
+        length = _value(self._headers, b"content-length") if self.events is None else b""
+        if length:
+            fields.append((b"content-length", length))
+        elif not self._one_zero:
+            self._chunked = True
+            fields.append((b"transfer-encoding", b"chunked"))
+        return response_head(self.status, fields, close=self._connection.last)
+
+    def cut(self, reason: FinishReason) -> None:
+        """End an answer that has begun and will not be whole."""
+        if self.events is None or self._one_zero:
+            self._connection.abort()
+            return
+        self.write([error_event(_FAILURES[reason][1], code=_code(reason))], last=True)
+        self._connection.finished(close=True)
+
+    # -- answers of our own
+
+    def failure(self, reason: FinishReason) -> None:
+        """No engine's answer, but why there is none."""
+        status, message = _FAILURES[reason]
+        code = _code(reason)
+        headers = dropped(code) if reason is FinishReason.SHUTDOWN else None
+        self.whole(status, error_body(status, message, code=code), headers)
+
+    def pass_on(self, status: int, headers: list[Header], body: bytes) -> None:
+        """A prefill engine's word instead."""
+        fields = [
+            (name, value)
+            for lower, name, value in headers
+            if lower not in _NOT_RETURNED and lower != b"content-type"
+        ]
+        self.whole(status, body, fields, content_type=_value(headers, b"content-type") or _JSON)
+
+    def whole(
+        self,
+        status: int,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        *,
+        content_type: bytes = _JSON,
+    ) -> None:
+        """A whole answer at once."""
+        fields = [*(headers or ()), (b"x-request-id", self._request_id)]
+        self._connection.respond(status, body, content_type=content_type, headers=fields)
+
+
+def dropped(reason: str) -> list[tuple[bytes, bytes]]:
+    """The headers that say why a request was refused."""
+    return [(name, reason.encode()) for name in DROPPED_HEADERS]
+
+
+def _value(headers: list[Header], name: bytes) -> bytes:
+    return next((value for lower, _, value in headers if lower == name), b"")
+
+
+def _code(reason: FinishReason) -> str:
+    """The word of an error answer that a program can go by."""
+    return "rejected-shutting-down" if reason is FinishReason.SHUTDOWN else reason.value
