@@ -17,7 +17,7 @@ from typing import Any
 from sumibi.core.errors import EngineUnavailable
 from sumibi.local.supervisor import stop_with_parent
 
-_READY_S = 120.0
+_READY_S = 300.0
 _STOP_S = 30.0
 
 

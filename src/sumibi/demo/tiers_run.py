@@ -84,12 +84,14 @@ def run_demo(model: str, out: Path, report: Report) -> Demonstration:
 
 def _play(engine: LoneEngine, turns: Iterable[Turn], done: int, total: int, report: Report) -> list[Played]:
     played = []
+    _warm_up(engine)
     for turn in turns:
         if turn.restart_first:
             engine.wait_written(int(engine.tier_counts()["blocks", "host"]), "disk")
             engine.kill()
             report("engine", "killed (kill -9), starting again", None)
             engine.start()
+            _warm_up(engine)
         answer = ask(engine.url, engine.model, turn.messages, _ANSWER_TOKENS)
         result = Played(
             side=turn.side,
@@ -108,3 +110,8 @@ def _play(engine: LoneEngine, turns: Iterable[Turn], done: int, total: int, repo
             None,
         )
     return played
+
+
+def _warm_up(engine: LoneEngine) -> None:
+    """The first answer of a process is slower, whatever lies in its caches; this one has no whole block."""
+    ask(engine.url, engine.model, [{"role": "user", "content": "Hello"}], 1)

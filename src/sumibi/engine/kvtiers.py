@@ -35,7 +35,7 @@ from sumibi.tiers import BlockTiers, Tier, TierEvent, TiersStats
 log = logging.getLogger(__name__)
 
 _LOADERS = 2
-_BATCH_BYTES = 24 << 20
+_BATCH_BYTES = 48 << 20
 _BATCH_MOST = 64
 _PINNED_SHARE = 0.5
 """A step's blocks wait while the next step computes as many, and a device may hold few steps' blocks."""
