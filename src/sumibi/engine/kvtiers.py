@@ -23,6 +23,7 @@ from enum import StrEnum
 from queue import Empty, Full, Queue
 
 from sumibi.core.kvevents import BlockRemoved, BlockStored, KVEvent
+from sumibi.core.priority import give_way
 from sumibi.engine.blocks import FULL_ATTENTION, BlockPool, wire_hash
 from sumibi.engine.loading import Done, Load
 from sumibi.engine.model import Model
@@ -291,6 +292,7 @@ class TierLink:
         self._pinned -= len(copy.pinned)
 
     def _write(self) -> None:
+        give_way()
         while True:
             try:
                 copy = self._copies.get(timeout=_EVENTS_EVERY_S)

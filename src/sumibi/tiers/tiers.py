@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sumibi.core.errors import ConfigError
+from sumibi.core.priority import give_way
 from sumibi.tiers.blockfile import MAX_ID_BYTES, namespace_digest
 from sumibi.tiers.books import Books
 from sumibi.tiers.bucket import open_backend
@@ -79,6 +80,7 @@ class BlockTiers:
 
     def _touch_host(self) -> None:
         """Have all host memory used once, so that no load waits for the system to find it."""
+        give_way()
         books = self._books
         while not books.closed:
             with books.lock:

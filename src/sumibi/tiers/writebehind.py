@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sumibi.core.priority import give_way
 from sumibi.tiers.catalog import Entry
 
 _log = logging.getLogger(__name__)
@@ -24,9 +25,9 @@ class Job:
 
 
 class WriteBehind:
-    """One thread. `write` gets batches; `chores` runs once at the start and about every `every_s` seconds
-    or after `nudge`, on the same thread. Neither may raise; if one does it is logged and
-    the thread goes on.
+    """One thread, which gives way to others of the process. `write` gets batches; `chores` runs once at the
+    start and about every `every_s` seconds or after `nudge`, on the same thread. Neither may raise; if one does
+    it is logged and the thread goes on.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class WriteBehind:
         return self.drain()
 
     def _run(self) -> None:
+        give_way()
         next_s = time.monotonic()
         while True:
             with self._changed:

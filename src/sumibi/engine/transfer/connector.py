@@ -19,8 +19,8 @@ from msgspec import UNSET
 
 from sumibi.core.errors import BadRequest
 from sumibi.core.ids import new_id
+from sumibi.core.priority import give_way
 from sumibi.engine.loading import Done, KVSink, KVSource, Load
-from sumibi.engine.priority import give_way
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, Sequence
 from sumibi.engine.transfer.config import KVTransferConfig

@@ -1,4 +1,4 @@
-"""Threads that give way to the steps: what they do may take longer, tokens may not wait for it."""
+"""Threads that give way to an engine's steps: what they do may take longer, tokens may not wait for it."""
 
 import os
 import sys
