@@ -26,8 +26,8 @@ class Job:
 
 class WriteBehind:
     """One thread, which gives way to others of the process. `write` gets batches; `chores` runs once at the
-    start and about every `every_s` seconds or after `nudge`, on the same thread. Neither may raise; if one does
-    it is logged and the thread goes on.
+    start and about every `every_s` seconds or after `nudge`, on the same thread. Neither may raise; if one
+    does it is logged and the thread goes on.
     """
 
     def __init__(
