@@ -41,10 +41,10 @@ def test_a_pair_is_taken_where_a_prefill_would_hold_up_those_who_decode():
     assert pair.delay_s == pytest.approx(0.1 * 128 * 0.001)
     assert pair.total_s == pytest.approx(pair.ttft_s + pair.delay_s + 0.3 * 1.0)
     whole = next(c for c in made.candidates if not c.prefill)
-    # Whoever decodes where only that should be done stands still for the whole prefill: twice its seconds.
+    # Whoever decodes where only that should be done stands still for the whole prefill: 2.5 times its seconds.
     # One that came a moment ago lets so many expect in 1.01 s, each for half of it: 1.01 * ln 2 / 60.
     stalled = 1 + 1.01 * 0.693147 / 60 / 2
-    assert whole.delay_s == pytest.approx(2.0 * stalled * 1.01 + 0.1 * 128 * 0.001)
+    assert whole.delay_s == pytest.approx(2.5 * stalled * 1.01 + 0.1 * 128 * 0.001)
     assert made.reason == "delay"
     assert lab.router.counters().disagg == {WHOLE: {"transfer": 1}, PAIR: {"delay": 1}}
 
@@ -70,9 +70,9 @@ def test_where_others_came_lately_the_next_ones_are_expected_to_be_held_up(monke
     assert where == ("p", "d")
     monkeypatch.setattr(cost, "STALL", 0.0)
     _, free = whole_run()
-    # Half of one a second is known after a minute. Each waits for half of the prefill, and that counts twice.
+    # Half of one a second is known after a minute. Each waits for half of the prefill, 2.5 times counted.
     assert whole.compute_s == pytest.approx(free.compute_s, rel=0.05)
-    assert whole.delay_s - free.delay_s == pytest.approx(2.0 * 0.5 * whole.compute_s**2 / 2, rel=0.05)
+    assert whole.delay_s - free.delay_s == pytest.approx(2.5 * 0.5 * whole.compute_s**2 / 2, rel=0.05)
 
 
 def test_a_short_remainder_stays_where_its_conversation_decodes():
@@ -91,7 +91,7 @@ def test_a_busy_prefill_endpoint_is_waited_for_only_so_long():
     lab = fleet()
     busy(lab)
     kinds = [begin(lab, f"r{i}", prompt(i, 4000))[0] for i in range(7)]
-    # By hand: a whole run would hold up the one who decodes, and the next pair, for 4 s each, at twice that.
+    # By hand: a whole run holds up the one who decodes, and the next pair, for 4 s each, 2.5 times counted.
     assert kinds[:4] == ["p"] * 4, "the fourth waits for twelve seconds"
     assert None in kinds, "seven prefills in a row would make the last one wait for twenty-four"
 

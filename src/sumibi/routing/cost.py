@@ -48,7 +48,7 @@ wanted. So a prefix that is being computed is waited for a little rather than co
 DECODE = 0.2
 """A second in which an answer that streams already stands still counts less than one before its first
 token."""
-STALL = 2.0
+STALL = 2.5
 """Not where prompts are computed elsewhere so that answers need not stand still: there a second of standing
 still counts so much."""
 LONGER = 0.1
