@@ -41,7 +41,7 @@ def test_a_pair_is_taken_where_a_prefill_would_hold_up_those_who_decode():
     assert pair.delay_s == pytest.approx(0.1 * 128 * 0.001)
     assert pair.total_s == pytest.approx(pair.ttft_s + pair.delay_s + 0.3 * 1.0)
     whole = next(c for c in made.candidates if not c.prefill)
-    # Whoever decodes where only that should be done stands still for the whole prefill: 2.5 times its seconds.
+    # Whoever decodes where only that should be done stands still for the prefill: 2.5 times its seconds.
     # One that came a moment ago lets so many expect in 1.01 s, each for half of it: 1.01 * ln 2 / 60.
     stalled = 1 + 1.01 * 0.693147 / 60 / 2
     assert whole.delay_s == pytest.approx(2.5 * stalled * 1.01 + 0.1 * 128 * 0.001)
