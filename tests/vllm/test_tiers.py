@@ -240,6 +240,25 @@ def chain_of(ids: set[bytes], place: Path) -> list[bytes]:
     return chain
 
 
+def test_a_request_that_is_frozen_over_a_reset_goes_on_and_stores_nothing_old(pair):
+    """As an update of weights does it: pause, clear, go on. What it computes anew is stored, and right."""
+    engine, _ = pair
+    prompt, long = prompt_of(200, seed=10), {"max_tokens": 60, "ignore_eos": True}
+    whole = Answer(engine, prompt, cache_salt="not paused", **long)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(Answer, engine, prompt, **long)
+        eventually(lambda: engine.metric("vllm:num_requests_running") == 1, "it runs")
+        engine.ask("/pause", {}, mode="keep", clear_cache="true")
+        frozen = not asked.done()
+        engine.ask("/resume", {})
+        asked.result().check_like(whole)
+    assert frozen, "it was paused too late"
+    engine.reset_cache()
+    again = Answer(engine, prompt, **long)
+    assert again.loaded == 192
+    again.check_like(whole)
+
+
 def test_a_reset_of_all_is_one_and_the_gateway_knows_what_lies_where(pair, cold, folder, start_gateway):
     engine, second = pair
     assert engine.send("/reset_prefix_cache", {}, reset_external="true").json()["success"]

@@ -74,7 +74,8 @@ class _TorchBlocks:
         for layer, end in zip(self._layers, self._ends, strict=True):
             part = np.ascontiguousarray(source[:, end - layer.shape[1] : end])
             layer.index_copy_(0, index, torch.from_numpy(part).to(device))
-        torch.accelerator.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 def namespace(vllm_config: Any, kv_caches: Mapping[str, Any], weights: str | None) -> str:
