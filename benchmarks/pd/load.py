@@ -9,8 +9,9 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from benchmarks.pd.sides import Running, busy_s
+from benchmarks.pd.sides import Running, busy_s, step_tokens
 
 from sumibi.demo.streams import Arrival, Heard, Kind, keep, play
 
@@ -22,6 +23,8 @@ STREAM_RATE = 0.3
 """Streams a second, of a load: two at a time if steps take 30 ms."""
 SETTLE_S = 3.0
 """A burst has begun so long before it is measured."""
+_STEP_S = 10.0
+"""Longest wait for the end of a step."""
 _IDLE_S = 120.0
 """Until engines are idle after what is under way was cut off: the longest step, on a very busy machine."""
 
@@ -38,7 +41,7 @@ class Window:
     lasted_s: float
     cpu_s: dict[str, float]
     """By process."""
-    step_tokens: float
+    step_tokens_per_s: float
     """Computed by both engines."""
     others_cores: float = 0.0
     """What everything else used of the machine: no engine, gateway or load of this benchmark."""
@@ -70,13 +73,13 @@ class Window:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens computed a second: all tokens of steps but those that were sampled from."""
-        return (self.step_tokens - self.output_tokens) / self.lasted_s
+        return self.step_tokens_per_s - self.output_tokens / self.lasted_s
 
 
 def burst(up: Running, lasts_s: float, seed: str) -> Window:
     """A burst of `SETTLE_S` and `lasts_s`, which is measured."""
     heard: list[Heard] = []
-    books = []
+    books, edges = [], []
 
     async def measured() -> None:
         asking = asyncio.ensure_future(
@@ -85,13 +88,16 @@ def burst(up: Running, lasts_s: float, seed: str) -> Window:
                 streams=[STREAM] * STREAMS,
                 prompts=[LONG] * PROMPTS,
                 seed=seed,
-                lasts_s=SETTLE_S + lasts_s + 1.0,
+                lasts_s=SETTLE_S + lasts_s + 3 * _STEP_S,
                 heard=heard,
             )
         )
-        for wait_s in (SETTLE_S, lasts_s):
-            await asyncio.sleep(wait_s)
-            books.append(await asyncio.to_thread(_Books.of, up))
+        await asyncio.sleep(SETTLE_S)
+        edges.append(await _edges(up))
+        books.append(await asyncio.to_thread(_Books.of, up))
+        await asyncio.sleep(lasts_s)
+        books.append(await asyncio.to_thread(_Books.of, up))
+        edges.append(await _edges(up))
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
@@ -99,9 +105,32 @@ def burst(up: Running, lasts_s: float, seed: str) -> Window:
     begun, ended = books
     for one in heard:  # what came after the books were closed
         one.token_s = [at_s for at_s in one.token_s if at_s <= ended.at_s]
-    window = _window(up, "burst", heard, begun, ended)
+    rate = sum((b.tokens - a.tokens) / (b.at_s - a.at_s) for a, b in zip(*edges, strict=True))
+    window = _window(up, "burst", heard, begun, ended, rate)
     _until_idle(up)
     return window
+
+
+class _Edge(NamedTuple):
+    """The end of a step."""
+
+    at_s: float
+    tokens: float
+    """Computed until then."""
+
+
+async def _edges(up: Running) -> list[_Edge]:
+    """The next end of a step of each engine: long steps would be counted wrongly at any other time."""
+    return await asyncio.gather(*(asyncio.to_thread(_edge, url) for url in up.engines))
+
+
+def _edge(url: str) -> _Edge:
+    before, until_s = step_tokens(url), time.perf_counter() + _STEP_S
+    while True:
+        now, now_s = step_tokens(url), time.perf_counter()
+        if now != before or now_s > until_s:  # an engine that has nothing to do has no steps
+            return _Edge(now_s, now)
+        time.sleep(0.03)
 
 
 def arrivals(rate: float, lasts_s: float, seed: str) -> list[Arrival]:
@@ -118,7 +147,9 @@ def loaded(up: Running, rate: float, lasts_s: float, late_s: float, seed: str) -
     """A load of `lasts_s`; answers may come for `late_s` after the last request."""
     begun = _Books.of(up)
     heard = asyncio.run(play(up.target, arrivals(rate, lasts_s, seed), late_s=late_s))
-    window = _window(up, f"{rate:g}", heard, begun, _Books.of(up))
+    ended = _Books.of(up)
+    steps = (sum(ended.step_tokens) - sum(begun.step_tokens)) / (ended.at_s - begun.at_s)
+    window = _window(up, f"{rate:g}", heard, begun, ended, steps)
     _until_idle(up)
     return window
 
@@ -139,11 +170,18 @@ class _Books:
     @classmethod
     def of(cls, up: Running) -> "_Books":
         return cls(
-            time.perf_counter(), up.cpu_s(), busy_s(), time.process_time(), up.step_tokens(), up.decisions()
+            time.perf_counter(),
+            up.cpu_s(),
+            busy_s(),
+            time.process_time(),
+            [step_tokens(url) for url in up.engines],
+            up.decisions(),
         )
 
 
-def _window(up: Running, load: str, heard: list[Heard], begun: _Books, ended: _Books) -> Window:
+def _window(
+    up: Running, load: str, heard: list[Heard], begun: _Books, ended: _Books, step_tokens_per_s: float
+) -> Window:
     ours_s = sum(ended.cpu_s.values()) - sum(begun.cpu_s.values()) + ended.own_s - begun.own_s
     others_s = ended.busy_s - begun.busy_s - ours_s
     return Window(
@@ -154,7 +192,7 @@ def _window(up: Running, load: str, heard: list[Heard], begun: _Books, ended: _B
         lasted_s=ended.at_s - begun.at_s,
         cpu_s={name: cpu_s - begun.cpu_s[name] for name, cpu_s in ended.cpu_s.items()},
         others_cores=max(0.0, others_s / (ended.at_s - begun.at_s)),
-        step_tokens=sum(ended.step_tokens) - sum(begun.step_tokens),
+        step_tokens_per_s=step_tokens_per_s,
         decisions={name: n - begun.decisions.get(name, 0.0) for name, n in ended.decisions.items()},
     )
 

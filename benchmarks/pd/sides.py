@@ -70,13 +70,6 @@ class Running:
         """CPU seconds of each process so far, user and system."""
         return {name: _cpu_s(pid) for name, pid in self.pids.items()}
 
-    def step_tokens(self) -> list[float]:
-        """Tokens that each engine has computed in steps so far: of prompts, and one for each sampled."""
-        return [
-            sum(s.value for s in metrics(f"{url}/metrics") if s.name == "vllm:iteration_tokens_total_sum")
-            for url in self.engines
-        ]
-
     def busy(self) -> bool:
         """Whether any engine still runs or holds a request."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -130,6 +123,11 @@ def running(side: Side, model_dir: Path, home: Path) -> Iterator[Running]:
             {child.name: child.pid for child in record.children if child.pid is not None},
             plan.admin_url,
         )
+
+
+def step_tokens(url: str) -> float:
+    """Tokens that an engine has computed in steps so far: of prompts, and one for each sampled."""
+    return sum(s.value for s in metrics(f"{url}/metrics") if s.name == "vllm:iteration_tokens_total_sum")
 
 
 def two_cores() -> list[int]:

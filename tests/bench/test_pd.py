@@ -1,11 +1,13 @@
 """What `make bench-pd` makes of its windows, by hand."""
 
 import contextlib
+import time
 from math import isnan
 from types import SimpleNamespace
 
 import pytest
 from benchmarks.pd import __main__ as command
+from benchmarks.pd import load
 from benchmarks.pd.figures import Curve, Loads, curve, good, goodput, loads, losses, percentile
 from benchmarks.pd.load import LONG, STREAM, Window, arrivals
 
@@ -20,8 +22,8 @@ def heard(kind=STREAM, ttft_s=0.5, gap_s=0.03, slow=0, slow_s=0.3, asked_s=100.0
     return Heard(kind, asked_s, token_s, error)
 
 
-def window(*answers, side="a", step_tokens=0.0, begun_s=0.0, lasted_s=10.0, decisions=None):
-    return Window(side, "burst", list(answers), begun_s, lasted_s, {}, step_tokens, 0.0, decisions or {})
+def window(*answers, side="a", rate=0.0, begun_s=0.0, lasted_s=10.0, decisions=None):
+    return Window(side, "burst", list(answers), begun_s, lasted_s, {}, rate, 0.0, decisions or {})
 
 
 def test_percentile_is_the_smallest_value_that_so_many_are_not_above():
@@ -54,19 +56,19 @@ def test_goodput_is_a_part_of_what_was_sent():
 
 def test_only_what_came_within_the_measurement_counts():
     early = heard(asked_s=98.0, ttft_s=1.0)  # tokens from 99.0 on, 0.03 s apart
-    one = window(early, begun_s=100.0, step_tokens=2_300.0)
+    one = window(early, begun_s=100.0, rate=230.0)
     after = sum(at_s >= 100.0 for at_s in early.token_s)
     assert one.output_tokens == after
     assert len(one.gaps_s(STREAM)) == after - 1, "the gap at the border is not whole"
     assert one.ttfts_s(STREAM) == []
-    assert one.prefill_tokens_per_s == pytest.approx((2_300 - after) / 10)
+    assert one.prefill_tokens_per_s == pytest.approx(230 - after / 10)
 
 
 def bursts():
     """By side: p99 ITL 0.1, 0.2, 0.4, and prefill throughput 80, 95, 100 a second; apart 0.03 and 50."""
     sides = {"64": (0.1, 80), "128": (0.2, 95), "256": (0.4, 100), "apart": (0.03, 50)}
     return Curve({
-        side: [window(heard(slow=5, slow_s=itl_s), side=side, step_tokens=200 + 10.0 * rate)] * 2
+        side: [window(heard(slow=5, slow_s=itl_s), side=side, rate=20 + rate)] * 2
         for side, (itl_s, rate) in sides.items()
     })  # fmt: skip
 
@@ -120,7 +122,7 @@ def test_the_command_writes_its_page_and_picture(tmp_path, monkeypatch, capsys):
     def burst(up, lasts_s, seed):
         name = up.side.name
         rate = 60 if name.endswith("64") else 100
-        return window(heard(slow=5, slow_s=itl_s.get(name, 0.04)), side=name, step_tokens=200 + 10 * rate)
+        return window(heard(slow=5, slow_s=itl_s.get(name, 0.04)), side=name, rate=20 + rate)
 
     def loaded(up, rate, lasts_s, late_s, seed):
         bad = 5 if "aggregated" in up.side.name else 0
@@ -142,6 +144,18 @@ def test_the_command_writes_its_page_and_picture(tmp_path, monkeypatch, capsys):
     )
     assert (tmp_path / "pd.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.strip() == said.strip()
+
+
+def test_long_steps_are_counted_from_end_to_end(monkeypatch):
+    """2,000 tokens every 0.3 s, looked at whenever: never 0 or 4,000 where there was one."""
+    begun_s = time.perf_counter()
+    monkeypatch.setattr(
+        load, "step_tokens", lambda url: 2_000.0 * ((time.perf_counter() - begun_s + 0.2) // 0.3)
+    )
+    first = load._edge("engine")
+    time.sleep(0.5)
+    second = load._edge("engine")
+    assert (second.tokens - first.tokens) / (second.at_s - first.at_s) == pytest.approx(2_000 / 0.3, rel=0.2)
 
 
 def test_loads_are_the_same_for_every_side():

@@ -18,7 +18,7 @@ from sumibi.demo.pd_report import write_json, write_picture
 from sumibi.demo.pd_results import Arrangement, Gap, LongPrompt
 from sumibi.demo.run import free_ports, stack_of
 from sumibi.demo.streams import Arrival, Heard, Kind, Target, keep, play
-from sumibi.local.updown import Report, model_directory
+from sumibi.local.updown import Report
 from sumibi.stack import KeyPath
 
 STREAM = Kind("stream", prompt_tokens=64, output_tokens=200)
@@ -64,7 +64,6 @@ def run_pd(model: str, out: Path, report: Report) -> PdDemonstration:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise EnvironmentProblem(f"cannot write to {out}: {cause}") from cause
-    model_directory(model, report)
     first_port = free_ports(_PORTS)
     arrangements = []
     for name, roles in ARRANGEMENTS.items():

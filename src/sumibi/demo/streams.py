@@ -18,8 +18,8 @@ import msgspec
 
 from sumibi.core.errors import EngineUnavailable
 
-_TOKENS = (1_000, 40_000)
-"""Ordinary tokens of every vocabulary that is used here."""
+_TOKENS = (32, 250)
+"""Ordinary tokens of every vocabulary that is used here, the tiny model's too."""
 _CONNECT_S = 10.0
 _MAX_LINE_BYTES = 1 << 20
 
