@@ -205,6 +205,39 @@ def test_host_memory_is_not_taken_from_those_who_are_due_as_well(taught, others,
     assert bool(fleet.hints) is hinted
 
 
+def test_where_what_is_brought_up_does_not_stay_hints_become_rare(taught):
+    fleet = taught()
+    told = fleet.told["a"]
+    def turns(count, *, stays):
+        """Idle for 20 s each time, with all of it on disk; host memory has it when it is back, or not."""
+        hinted = []
+        for _ in range(count):
+            keys = HISTORY[: (10 + fleet.turns) * BLOCK]
+            told.stored(0, keys, "STORAGE")
+            before = len(fleet.hints)
+            fleet.wait(IDLE_S)
+            hinted.append(len(fleet.hints) > before)
+            if stays and hinted[-1]:
+                told.stored(0, keys, "CPU")
+            if fleet.turns < TURNS:
+                fleet.agent()
+            else:
+                fleet.turn(f"again-{fleet.lab.t}", keys)
+            told.tell(BlockRemoved([*range(len(keys) // BLOCK)], medium="CPU"))
+        return hinted
+
+    assert turns(10, stays=True) == [True] * 10
+    # After n hints in vain 0.8^n is left of its belief; below SOON nobody is brought up who is surely back.
+    in_vain = turns(30, stays=False)
+    assert in_vain[:5] == [True] * 5
+    assert sum(in_vain) < 12
+    assert sum(in_vain[10:]) <= 4
+    # Long after that it is tried once more, and if it stays now it goes on.
+    fleet.lab.t += 3600.0
+    fleet.agent()
+    assert turns(5, stays=True) == [True] * 5
+
+
 def test_the_chance_to_be_back_within_a_time():
     returns = ReturnTimes(100_000)
     # Made up at the start: of those used often 19 of 20 return, evenly over the 44 bins from 1 s to 300 s.

@@ -174,7 +174,7 @@ class Attempts:
             self._computing.begin(request, attempt.leg)
         self._gate.recognise(request)
         self._gate.placed(request, attempt.endpoint, attempt.candidate, t)
-        self._hints.goes_on(event.keys)
+        self._hints.goes_on(event.keys, t)
         if self._choosing.policy(event.model).priced:
             self._used(request, attempt, choice, t)
 

@@ -6,11 +6,14 @@ call should be over soon is the router: it has learnt after how long prefixes ar
 and knows by KV events what lies where. So a conversation that was answered is looked at from time to time
 while it is idle, and a hint is due when
 
-    chance that it is back within the window  x  seconds that host memory spares it
+    chance that it is back within the window  x  that it will still be in host memory then
+        x  seconds that host memory spares it
 
-is more than the same of those that would have to leave host memory for it. The window is as long as return
-times are sharp: a part of the time that it has been idle. A conversation gets one hint at most each time that
-it is idle, none once it has gone on or its endpoint has begun another life, and none that it has no use for.
+is more than what those lose that would have to leave host memory for it. How much of what is brought up is
+still there when it is wanted is learnt at each endpoint: where everything passes through host memory in a
+moment, hints are of no use and become rare. The window is as long as return times are sharp: a part of the time
+that it has been idle. A conversation gets one hint at most each time that it is idle, none once it has gone on
+or its endpoint has begun another life, and none that it has no use for.
 
 Only endpoints count whose KV events arrive: elsewhere nobody knows that something has sunk. Of each
 conversation a few keys are kept, evenly spaced, instead of all: what they say of where it lies is right to a
@@ -21,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from math import ceil
+from math import ceil, exp, log
 
 from sumibi.routing.counters import Counters
 from sumibi.routing.endpoint import Endpoint
@@ -46,6 +49,10 @@ LATE_S = 0.5
 """So late a look may be: ticks are shared."""
 LONGEST_IDLE_S = 3600.0
 """Who has been idle for so long is not looked for any more."""
+KEPT_RATE = 0.2
+"""How fast an endpoint's part of blocks that stayed follows the last hints."""
+FORGIVEN_S = 1800.0
+"""In this time half of what went wrong is forgotten: then it is tried again."""
 MOST_VICTIMS = 64
 """Conversations in host memory that are looked at, the oldest first, for what a hint would push out."""
 
@@ -67,6 +74,7 @@ class _Idle:
         "request",
         "sample",
         "since_t",
+        "sunk",
         "tip",
         "uses",
     )
@@ -86,6 +94,8 @@ class _Idle:
         self.blocks = len(keys) / len(self.sample)
         """Blocks that each stands for."""
         self.hinted = False
+        self.sunk = 0.0
+        """Blocks that a hint named."""
 
 
 class Hints:
@@ -105,6 +115,10 @@ class Hints:
         self._oldest: OrderedDict[int, None] = OrderedDict()
         self._due: list[tuple[float, int, _Idle]] = []
         """Heap of when to look at which; one that is not idle any more is passed over."""
+        self._kept: dict[str, tuple[float, float]] = {}
+        """Of each endpoint: the part of brought-up blocks that was still there when they were wanted, as of
+        when.
+        """
         self._pushed = 0
         self._wake_t: float | None = None
         """A tick is on its way for then."""
@@ -127,16 +141,35 @@ class Hints:
         self._look_again(idle, 0.0)
         self._wake(t)
 
-    def goes_on(self, keys: Sequence[int]) -> None:
+    def goes_on(self, keys: Sequence[int], t: float) -> None:
         """A request with this prompt was placed: the conversations that it continues are idle no more."""
         if not self._idle or self._idle.keys().isdisjoint(keys):
             return
         for key in [key for key in keys if key in self._idle]:
-            self._count.hints_returned += self._idle[key].hinted
+            idle = self._idle[key]
+            if idle.hinted:
+                self._count.hints_returned += 1
+                self._learn(idle, t)
             self._forget(key)
 
+    def _learn(self, idle: _Idle, t: float) -> None:
+        """See how much of what was brought up is still there."""
+        endpoint, host = idle.endpoint, _host(idle.endpoint)
+        if host is None or idle.epoch != endpoint.epoch or not _can_bring_up(endpoint):
+            return
+        below, _ = self._lies(idle, host)
+        lost = sum(blocks for _, blocks in below) / max(idle.sunk, 1.0)
+        kept = self._kept_at(endpoint, t)
+        kept += KEPT_RATE * (1.0 - min(1.0, lost) - kept)
+        self._kept[endpoint.name] = (kept, t)
+
+    def _kept_at(self, endpoint: Endpoint, t: float) -> float:
+        kept, since_t = self._kept.get(endpoint.name, (1.0, t))
+        return 1.0 - (1.0 - kept) * exp(log(0.5) * (t - since_t) / FORGIVEN_S)
+
     def gone(self, endpoint: str) -> None:
-        """It was removed, or its engine is another one."""
+        """It was removed."""
+        self._kept.pop(endpoint, None)
         for tip in list(self._at.get(endpoint, ())):
             self._forget(tip)
 
@@ -160,6 +193,7 @@ class Hints:
             self._look_again(idle, idle_s)
             return
         chance = idle.model.returns.back_within(idle.uses, idle_s, window_s(idle_s))
+        chance *= self._kept_at(endpoint, t)
         below, _ = self._lies(idle, host)
         block_tokens = self._fleet.block_tokens(idle.model.name)
         spared_s = sum(blocks * (place.token_s - host.token_s) for place, blocks in below) * block_tokens
@@ -171,7 +205,7 @@ class Hints:
         if chance * spared_s <= MARGIN * lost_s:
             self._look_again(idle, idle_s)
             return
-        idle.hinted = True
+        idle.hinted, idle.sunk = True, blocks
         self._count.hints += 1
         self._emit(Prefetch(endpoint=endpoint.name, request=idle.request))
 
