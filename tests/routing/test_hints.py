@@ -208,6 +208,7 @@ def test_host_memory_is_not_taken_from_those_who_are_due_as_well(taught, others,
 def test_where_what_is_brought_up_does_not_stay_hints_become_rare(taught):
     fleet = taught()
     told = fleet.told["a"]
+
     def turns(count, *, stays):
         """Idle for 20 s each time, with all of it on disk; host memory has it when it is back, or not."""
         hinted = []

@@ -11,9 +11,9 @@ while it is idle, and a hint is due when
 
 is more than what those lose that would have to leave host memory for it. How much of what is brought up is
 still there when it is wanted is learnt at each endpoint: where everything passes through host memory in a
-moment, hints are of no use and become rare. The window is as long as return times are sharp: a part of the time
-that it has been idle. A conversation gets one hint at most each time that it is idle, none once it has gone on
-or its endpoint has begun another life, and none that it has no use for.
+moment, hints are of no use and become rare. The window is as long as return times are sharp: a part of the
+time that it has been idle. A conversation gets one hint at most each time that it is idle, none once it has
+gone on or its endpoint has begun another life, and none that it has no use for.
 
 Only endpoints count whose KV events arrive: elsewhere nobody knows that something has sunk. Of each
 conversation a few keys are kept, evenly spaced, instead of all: what they say of where it lies is right to a
