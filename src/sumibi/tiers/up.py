@@ -18,8 +18,8 @@ from sumibi.tiers.store import HELPERS, SharedStore
 from sumibi.tiers.words import Tier
 from sumibi.tiers.workers import Workers
 
-_READERS = 3
-"""Threads that read from disk: enough that it never waits for a sum or a copy."""
+_READERS = 4
+"""Threads that read from disk: enough that it does not wait for sums and copies (docs/decisions/0019)."""
 _STUCK_S = 5.0
 """A disk that gives no block for so long is taken to hang."""
 
