@@ -16,7 +16,7 @@ from benchmarks.contestant import serve
 
 from sumibi.engine.kvtiers import batch_blocks
 from sumibi.tiers import BlockTiers, DiskTier, TiersConfig
-from sumibi.tiers.tiers import TOUCHING
+from sumibi.tiers.tiers import POPULATING
 
 BLOCK_BYTES = 737_280
 """Of SmolLM2-135M in bf16, 32 tokens: 30 layers, keys and values, 3 heads of 64."""
@@ -49,7 +49,7 @@ class Restorer:
                 self._tiers.close()
             self._tiers = self._opened(task["host"], disk=True)
             assert self._tiers.flush(60)
-            while any(thread.name == TOUCHING for thread in threading.enumerate()):
+            while any(thread.name == POPULATING for thread in threading.enumerate()):
                 time.sleep(0.01)
             return True
         self._into[:] = 1

@@ -1,5 +1,9 @@
 """Blocks in host memory: slots of one size in one allocation, and which block is in which."""
 
+import ctypes
+import logging
+import mmap
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -7,6 +11,13 @@ import numpy.typing as npt
 
 from sumibi.tiers.catalog import Catalog, Entry, Order
 from sumibi.tiers.words import Buffer
+
+_log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later; elsewhere it is refused."""
+_POPULATE_BYTES = 16 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -19,11 +30,7 @@ def as_bytes(buffer: Buffer) -> Bytes:
 
 
 class HostMemory:
-    """`slots` slots. The caller holds the lock of the tiers around every call but `view`.
-
-    The first use of memory costs several times a later one, for the system then finds and empties it. So
-    somebody should `take_untouched` slots before they are needed, write to them and `give` them.
-    """
+    """`slots` slots. The caller holds the lock of the tiers around every call but `view` and `populate`."""
 
     def __init__(
         self, slots: int, block_bytes: int, order: Order, gone: Callable[[Entry], None], *, keep: bool
@@ -37,9 +44,23 @@ class HostMemory:
         self._keep = keep
         self._gone = gone
         self._memory = np.empty((slots, block_bytes), dtype=np.uint8)
-        self._free: list[int] = []
-        self._untouched = 0
-        """From this slot on, none has been used."""
+        self._free = list(range(slots - 1, -1, -1))
+
+    def populate(self, over: Callable[[], bool]) -> None:
+        """Have the system find memory for all slots now, not at the first use of each, which then takes
+        several times as long. What is there stays as it is, and slots may be used meanwhile. Ends early once
+        `over()`.
+        """
+        page = mmap.PAGESIZE
+        first = -(-self._memory.ctypes.data // page) * page
+        end = (self._memory.ctypes.data + self._memory.nbytes) // page * page
+        for at in range(first, end, _POPULATE_BYTES):
+            if over():
+                return
+            if _libc.madvise(at, min(_POPULATE_BYTES, end - at), _MADV_POPULATE_WRITE):
+                why = os.strerror(ctypes.get_errno())
+                _log.info("host memory for KV is not found ahead of its use (%s): first uses are slower", why)
+                return
 
     def view(self, slot: int) -> Bytes:
         """The bytes of a slot."""
@@ -54,8 +75,6 @@ class HostMemory:
         """
         if self._free:
             return self._free.pop()
-        if (slot := self.take_untouched()) is not None:
-            return slot
         entry = self.catalog.victim()
         if entry is None and spare:
             others = (e for e in self.catalog if not e.pins and spare(e))
@@ -65,13 +84,6 @@ class HostMemory:
         self.remove(entry)
         self._gone(entry)
         return self._free.pop()
-
-    def take_untouched(self) -> int | None:
-        """A slot that was never used; None once there is none."""
-        if self._untouched == self.slots:
-            return None
-        self._untouched += 1
-        return self._untouched - 1
 
     def give(self, slot: int) -> None:
         """A taken slot stays empty after all."""

@@ -25,8 +25,8 @@ from sumibi.tiers.store import SharedStore
 from sumibi.tiers.up import Up
 from sumibi.tiers.words import Buffer, Tier, TierEvent, TiersStats
 
-TOUCHING = "kv-host-touch"
-"""Name of the thread that has host memory used once; it ends when that is done."""
+POPULATING = "kv-host-memory"
+"""Name of the thread that has the system find host memory; it ends when that is done."""
 
 
 class BlockTiers:
@@ -76,20 +76,11 @@ class BlockTiers:
                 raise
         self._down.start()
         if books.keeps_host:
-            threading.Thread(target=self._touch_host, name=TOUCHING, daemon=True).start()
+            threading.Thread(target=self._populate, name=POPULATING, daemon=True).start()
 
-    def _touch_host(self) -> None:
-        """Have all host memory used once, so that no load waits for the system to find it."""
+    def _populate(self) -> None:
         give_way()
-        books = self._books
-        while not books.closed:
-            with books.lock:
-                slot = books.host.take_untouched()
-            if slot is None:
-                return
-            books.host.view(slot).fill(0)
-            with books.lock:
-                books.host.give(slot)
+        self._books.host.populate(lambda: self._books.closed)
 
     def _nudge_store(self) -> None:
         self._down.writers[Tier.STORE].nudge()
