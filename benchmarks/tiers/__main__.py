@@ -82,13 +82,14 @@ def main() -> int:
         *found_figures,
         *windows_figures,
     ]
+    code = report.finish(figures, options.json, options.results, "KV tiers below the device")
     try:
         from benchmarks.tiers.picture import draw
 
         draw(options.results.with_name("tiers.png"), rates, times, found, windows)
     except ImportError:
-        figures.insert(-1, report.statement("no picture", "matplotlib is not installed"))
-    return report.finish(figures, options.json, options.results, "KV tiers below the device")
+        _say("no picture: matplotlib is not installed")
+    return code
 
 
 def _options() -> argparse.Namespace:
