@@ -77,7 +77,8 @@ def write_picture(path: Path, arrangements: Sequence[Arrangement], claims: Seque
     panels[-1].set_xlabel("s")
     panels[-1].set_xlim(0, ends_s)
     low, high = panels[0].get_ylim()
-    panels[0].set_ylim(low, 2.5 * high)  # room for the legend
+    # Room for the legend above; below lie tokens that came at once, after one that was late.
+    panels[0].set_ylim(max(low, 1.0), 2.5 * high)
     held = sum(claim.held for claim in claims)
     figure.suptitle(
         f"sumibi demo pd: {held} of {len(claims)} claims held, p99 {claims[0].value:.1f} times lower",
