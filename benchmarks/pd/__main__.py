@@ -49,6 +49,9 @@ RATES = (0.08, 0.2, 0.3, 0.45)
 """Long prompts a second. One core computes 0.26 of them, two cores that do nothing else 0.52."""
 LATE_S = judged.TTFT_S[LONG.name] + 3.0
 """After a load's last request: what comes later has missed its bounds."""
+BURST_KV_BLOCKS, LOAD_KV_BLOCKS = 512, 1024
+"""Of 32 tokens. A long prompt and its answer take 64: the prompts of a burst, and all that can queue up in a
+load, have room on one engine. Twelve engines are up at once for the bursts."""
 BUSY_CORES = 0.1
 """Used by others: more is said."""
 WARM_S = 3.0
@@ -148,7 +151,7 @@ def _bursts(options: argparse.Namespace, model_dir: Path) -> judged.Curve:
     sides = [*(aggregated(budget) for budget in options.budgets), _apart()]
     windows: dict[str, list[Window]] = {side.name: [] for side in sides}
     with ExitStack() as stack:
-        ups = _up(stack, sides, model_dir)
+        ups = _up(stack, sides, model_dir, BURST_KV_BLOCKS)
         for up in ups:
             with on_first_core():
                 burst(up, WARM_S, "warm")
@@ -169,7 +172,7 @@ def _loads(options: argparse.Namespace, model_dir: Path, sides: list[Side]) -> j
         rate: {side.name: [] for side in sides} for rate in options.rates
     }
     with ExitStack() as stack:
-        ups = _up(stack, sides, model_dir)
+        ups = _up(stack, sides, model_dir, LOAD_KV_BLOCKS)
         for up in ups:  # routers have learnt by then how long prompts and steps take here
             with on_first_core():
                 loaded(up, WARM_RATE, WARM_LOAD_S, LATE_S, "warm")
@@ -187,13 +190,13 @@ def _loads(options: argparse.Namespace, model_dir: Path, sides: list[Side]) -> j
     return judged.Loads(windows)
 
 
-def _up(stack: ExitStack, sides: list[Side], model_dir: Path) -> list[Running]:
+def _up(stack: ExitStack, sides: list[Side], model_dir: Path, kv_blocks: int) -> list[Running]:
     """All sides, one after the other."""
     ups = []
     for side in sides:
         _say(f"starting: {side.name}")
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="sumibi-pd-"))  # sockets: a short path
-        ups.append(stack.enter_context(running(side, model_dir, Path(home))))
+        ups.append(stack.enter_context(running(side, model_dir, Path(home), kv_blocks=kv_blocks)))
     return ups
 
 

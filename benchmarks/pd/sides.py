@@ -20,8 +20,6 @@ from sumibi.demo.streams import Target
 from sumibi.local.plan import plan_stack
 from sumibi.stack import KeyPath, load_stack
 
-KV_BLOCKS = 768
-"""Of an engine: 24,576 tokens, a dozen of the long prompts. None of the loads fills it."""
 _PORTS = 5  # two engines, a side channel, gateway, admin door
 
 
@@ -91,7 +89,7 @@ class Running:
 
 
 @contextmanager
-def running(side: Side, model_dir: Path, home: Path) -> Iterator[Running]:
+def running(side: Side, model_dir: Path, home: Path, *, kv_blocks: int) -> Iterator[Running]:
     """The side, ready; gone at the end of the block. `home` is a short path. Raises EnvironmentProblem."""
     first = free_ports(_PORTS)
     flags: dict[KeyPath, object] = {
@@ -99,7 +97,7 @@ def running(side: Side, model_dir: Path, home: Path) -> Iterator[Running]:
         ("engines", "count"): side.whole,
         ("engines", "prefill"): side.prefill,
         ("engines", "decode"): side.decode,
-        ("engines", "kv_blocks"): KV_BLOCKS,
+        ("engines", "kv_blocks"): kv_blocks,
         ("gateway", "port"): first + 3,
         ("gateway", "admin_port"): first + 4,
         ("gateway", "policy"): side.policy,

@@ -116,7 +116,7 @@ def test_the_command_writes_its_page_and_picture(tmp_path, monkeypatch, capsys):
     itl_s = {"aggregated, budget 64": 0.14, "aggregated, budget 128": 0.25, "aggregated, budget 2048": 3.5}
 
     @contextlib.contextmanager
-    def running(side, model_dir, home):
+    def running(side, model_dir, home, *, kv_blocks):
         yield SimpleNamespace(side=side)
 
     def burst(up, lasts_s, seed):
