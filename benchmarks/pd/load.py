@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.pd.sides import Running, busy_s, step_tokens
+from benchmarks.pd.sides import Running, busy_s, step_tokens, tree_cpu_s
 
 from sumibi.demo.streams import Arrival, Heard, Kind, keep, play
 
@@ -163,7 +163,7 @@ class _Books:
     busy_s: float
     """Of all cores, by anybody."""
     own_s: float
-    """By this process."""
+    """By this process and all below it, the sides that wait included."""
     step_tokens: list[float]
     decisions: dict[str, float]
 
@@ -173,7 +173,7 @@ class _Books:
             time.perf_counter(),
             up.cpu_s(),
             busy_s(),
-            time.process_time(),
+            tree_cpu_s(),
             [step_tokens(url) for url in up.engines],
             up.decisions(),
         )
@@ -182,8 +182,7 @@ class _Books:
 def _window(
     up: Running, load: str, heard: list[Heard], begun: _Books, ended: _Books, step_tokens_per_s: float
 ) -> Window:
-    ours_s = sum(ended.cpu_s.values()) - sum(begun.cpu_s.values()) + ended.own_s - begun.own_s
-    others_s = ended.busy_s - begun.busy_s - ours_s
+    others_s = (ended.busy_s - begun.busy_s) - (ended.own_s - begun.own_s)
     return Window(
         side=up.side.name,
         load=load,

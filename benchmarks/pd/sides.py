@@ -153,6 +153,32 @@ def busy_s() -> float:
     return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
+def tree_cpu_s() -> float:
+    """CPU seconds so far of this process and of all that descend from it and live."""
+    parents, ticks = {}, {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                fields = _stat(int(directory.name))
+            except OSError:  # it ended meanwhile
+                continue
+            parents[int(directory.name)] = int(fields[1])
+            ticks[int(directory.name)] = int(fields[11]) + int(fields[12])
+    own = os.getpid()
+
+    def below(pid: int) -> bool:
+        while pid not in (own, 0):
+            pid = parents.get(pid, 0)
+        return pid == own
+
+    return sum(spent for pid, spent in ticks.items() if below(pid)) / os.sysconf("SC_CLK_TCK")
+
+
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,13 +1,17 @@
 """What `make bench-pd` makes of its windows, by hand."""
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
 from math import isnan
 from types import SimpleNamespace
 
 import pytest
 from benchmarks.pd import __main__ as command
-from benchmarks.pd import load
+from benchmarks.pd import load, sides
 from benchmarks.pd.figures import Curve, Loads, curve, good, goodput, loads, losses, percentile
 from benchmarks.pd.load import LONG, STREAM, Window, arrivals
 
@@ -144,6 +148,23 @@ def test_the_command_writes_its_page_and_picture(tmp_path, monkeypatch, capsys):
     )
     assert (tmp_path / "pd.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.strip() == said.strip()
+
+
+def test_cpu_time_of_what_descends_from_here_is_ours():
+    before_s = sides.tree_cpu_s()
+    spin = (
+        "import os, time; os.fork(); end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    )
+    child = subprocess.Popen([sys.executable, "-c", spin + "\ntime.sleep(60)"], start_new_session=True)
+    try:
+        until_s = time.monotonic() + 30
+        while sides.tree_cpu_s() - before_s < 0.55:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    assert sides.busy_s() > 0.5
 
 
 def test_long_steps_are_counted_from_end_to_end(monkeypatch):
