@@ -8,6 +8,7 @@ token), and for the short prompts of streams the time of a few steps.
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf, isnan
 
 from benchmarks.pd.load import LONG, STREAM, Window
 
@@ -63,7 +64,8 @@ class Curve:
         throughput = self.medians(lambda window: window.prefill_tokens_per_s)
         most = max(throughput[side] for side in sides)
         itl_s = self.medians(itl_p99_s)
-        return min((side for side in sides if throughput[side] >= KEEPS * most), key=lambda s: itl_s[s])
+        near = [side for side in sides if throughput[side] >= KEEPS * most]
+        return min(near, key=lambda side: inf if isnan(itl_s[side]) else itl_s[side])
 
 
 def itl_p99_s(window: Window) -> float:

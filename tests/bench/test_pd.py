@@ -77,6 +77,11 @@ def bursts():
     })  # fmt: skip
 
 
+def test_a_budget_without_any_gap_is_not_the_best():
+    windows = {**bursts().windows, "64": [window(rate=100.0)] * 2}
+    assert Curve(windows).best(["64", "128", "256"]) == "128"
+
+
 def test_the_best_budget_keeps_the_prefill_throughput():
     assert bursts().best(["64", "128", "256"]) == "128"
     found = {each.name: each for each in curve(bursts(), ["64", "128", "256"], "apart", "cmd")}
