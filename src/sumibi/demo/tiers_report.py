@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sumibi.demo.claims import Claim
-from sumibi.demo.tiers_script import TTFT_AT_MOST, Played
+from sumibi.demo.tiers_script import TTFT_AT_MOST, Played, computed_s
 
 _COLOURS = {"computed": "#2f6690", "device": "#c8553d", "host": "#e0a030", "disk": "#7a4f9a"}
 _NAMES = {"computed": "computed", "device": "device", "host": "host memory", "disk": "disk"}
@@ -71,10 +71,9 @@ def write_picture(path: Path, played: Sequence[Played], claims: Sequence[Claim])
         places.append(at)
     bars = axes.bar(places, [turn.ttft_s for turn in played], color=[_COLOURS[turn.place] for turn in played])
     axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
-    computed_s = next(t.ttft_s for t in played if (t.side, t.label) == ("off", "A, turn 2"))
     for place, turn in zip(places, played, strict=True):
         if turn.wanted in TTFT_AT_MOST:
-            most_s = TTFT_AT_MOST[turn.wanted] * computed_s
+            most_s = TTFT_AT_MOST[turn.wanted] * computed_s(played)
             axes.plot([place - 0.45, place + 0.45], [most_s, most_s], "k--", linewidth=1.2)
     axes.set_xticks(places, [turn.label.replace(", turn ", ".") for turn in played])
     axes.set_ylabel("TTFT, s (dashed: what is claimed)")

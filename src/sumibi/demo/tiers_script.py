@@ -8,6 +8,7 @@ is killed and started again between two of its turns.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Literal
 
 from sumibi.demo.claims import BLOCK_TOKENS, Claim
@@ -24,7 +25,7 @@ HOST_BYTES = 512 << 20
 DISK_BYTES = 2 << 30
 FOUND_SHARE = 0.95
 TTFT_AT_MOST = {"host": 0.12, "disk": 0.2}
-"""Against a computation of the same length."""
+"""Against the median of the turns that are computed, which are about as long."""
 
 Side = Literal["off", "on"]
 Place = Literal["computed", "device", "host", "disk"]
@@ -98,8 +99,13 @@ def judge(played: Sequence[Played]) -> list[Claim]:
         claims.append(Claim(name, share, ">=", FOUND_SHARE, share >= FOUND_SHARE))
         if turn.wanted in TTFT_AT_MOST:
             name = f"{turn.label}: TTFT from {turn.wanted} / computed"
-            claims.append(_at_most(name, turn.ttft_s / computed.ttft_s, TTFT_AT_MOST[turn.wanted]))
+            claims.append(_at_most(name, turn.ttft_s / computed_s(played), TTFT_AT_MOST[turn.wanted]))
     return claims
+
+
+def computed_s(played: Sequence[Played]) -> float:
+    """Median TTFT of the turns that had to be computed."""
+    return median(turn.ttft_s for turn in played if turn.wanted == "computed")
 
 
 def _one(played: Sequence[Played], side: Side, label: str) -> Played:
