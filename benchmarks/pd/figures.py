@@ -161,7 +161,8 @@ def loads(measured: Loads, fixed: Sequence[str], ours: str, cmd: str) -> list[Fi
         theirs, own = measured.goodput(rate, best), measured.goodput(rate, ours)
         above += own > theirs
         name = f"{rate:g} long prompts/s: goodput, {ours} / {best}"
-        ratio = own / theirs if theirs else float("inf")
+        # Where nothing was good anywhere, nothing was shown.
+        ratio = own / theirs if theirs else inf if own else 0.0
         figures.append(report.figure(name, [ratio], "x", at_least=NEAR, baseline=theirs, cmd=cmd))
     name = "loads at which the router's choice is above both fixed modes"
     figures.append(report.figure(name, [float(above)], "", at_least=1.0, cmd=cmd))

@@ -113,6 +113,12 @@ def test_the_routers_choice_is_held_against_the_better_fixed_mode(ours, ratio, n
     assert (over.value, over.held) == (above, above >= 1)
 
 
+def test_where_nothing_was_good_nothing_is_held():
+    found = {each.name: each for each in loads(measured(whole=0, ours=0), ["whole"], "ours", "cmd")}
+    against = found["0.2 long prompts/s: goodput, ours / whole"]
+    assert (against.value, against.held) == (0.0, False)
+
+
 def test_where_apart_loses_is_said():
     windows = {**bursts().windows, "whole": bursts().windows["128"]}
     (said,) = losses(Curve(windows), measured(whole=9, apart=8), "apart", best="whole")
