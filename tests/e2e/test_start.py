@@ -31,11 +31,13 @@ def test_a_directory_without_weights_fails_the_start_with_its_reason(sumibi, fre
     assert sumibi("status").returncode == 1
 
 
-def test_a_half_converted_model_is_refused_by_name(sumibi):
+def test_a_half_converted_model_is_refused_by_name(sumibi, free_ports):
     half = sumibi.home / "half"
     half.mkdir()
     (half / "sumibi-manifest.json").write_text('{"complete": false}')
-    failed = sumibi("up", "--model", str(half))
+    first = free_ports(4)
+    ports = ["--engine-port", str(first), "--port", str(first + 2), "--admin-port", str(first + 3)]
+    failed = sumibi("up", "--model", str(half), *ports)
     assert failed.returncode == 3
     assert f"the conversion into {half} did not finish" in failed.stderr
 

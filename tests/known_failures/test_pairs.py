@@ -115,7 +115,7 @@ def test_f38_a_congested_prefill_pool_is_passed_by_and_used_again():
     lab = fleet()
     crowd(lab)
     made = {}
-    for i in range(12):
+    for i in range(30):
         queued = sum(prefill is not None for prefill in made.values())
         made[f"r{i}"] = begin(lab, f"r{i}", prompt(i, 4000))[0]
         (leg,) = decision(lab).legs
