@@ -278,3 +278,25 @@ def test_what_does_not_fit_is_named_with_its_fix(engines, works, found, fix):
 def test_nixlv2_needs_no_port():
     view = changed(connector="nixlv2", kv_port=0, port_from="usual", told_port=0)
     assert findings(fleet((P, view, ""), (D, view, ""))) == []
+
+
+# KV that engines lost
+
+
+def test_what_engines_lost_of_kv_is_named_with_its_fix(metrics_page):
+    url = metrics_page(
+        'sumibi:kv_transfer_failures_total{engine="0",model_name="m",reason="secret"} 3.0\n'
+        'sumibi:kv_tier_corrupt_total{engine="0",model_name="m",tier="disk"} 22.0\n'
+        'sumibi:kv_tier_corrupt_total{engine="1",model_name="m",tier="disk"} 1.0\n'
+        'sumibi:kv_tier_errors_total{engine="0",model_name="m",tier="disk"} 0.0\n'
+    )
+    gone = endpoint(endpoint="http://127.0.0.1:1#0")
+    checks = doctor.check_kv(running(endpoints=[gone, *(endpoint(endpoint=f"{url}#{i}") for i in "01")]))
+    assert [(check.name, check.verdict) for check in checks] == [
+        (f"KV transfers (secret) of {url}", Verdict.WARNING),
+        (f"KV tier (disk) of {url}", Verdict.WARNING),
+    ]
+    assert checks[0].found.startswith("3 pulls")
+    assert "same secret_file" in checks[0].fix
+    assert checks[1].found.startswith("23 blocks")
+    assert doctor.check_kv(running(endpoints=[gone])) == []

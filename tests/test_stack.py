@@ -1,5 +1,6 @@
 """The stack file: defaults, and errors that name file, line, key and what is allowed."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +13,7 @@ from sumibi.routing import policies
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import Role as RouterRole
 from sumibi.stack import DEFAULT_MODEL, POLICIES, Role, Stack, known_keys, load_stack
+from sumibi.tiers import DiskTier, TiersConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -171,3 +173,30 @@ def test_queues_are_limited_as_the_router_limits_them_if_nothing_is_said():
         for name, value in msgspec.structs.asdict(config.other_bands).items()
         if name != "priority"
     }
+
+
+def test_sizes_of_tiers_are_bytes_or_text_and_say_where_they_lie(tmp_path):
+    tiers = load_stack(
+        write(
+            tmp_path, "engines:\n  tiers:\n    host_bytes: 1073741824\n    disk: {path: /kv, bytes: 1.5GiB}\n"
+        )
+    ).engines.tiers
+    told = tiers.config(0)
+    assert told == {"host_bytes": "1073741824", "disk": {"path": "/kv/engine-0", "bytes": "1.5GiB"}}
+    assert TiersConfig.parse(told) == TiersConfig(1 << 30, DiskTier("/kv/engine-0", 3 << 29))
+    assert load_stack(write(tmp_path, "engines: {tiers: {host_bytes: 0}}")).engines.tiers.config(0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{host_bytes: -5}", "host_bytes is -5: not a size; write bytes, or like 512mib or 20gib"),
+        ("{host_bytes: lots}", "host_bytes is 'lots': not a size"),
+        ("{disk: {path: /kv, bytes: 2GB}}", "disk.bytes is '2GB': not a size"),
+        ("{disk: {bytes: 5GiB}}", "say engines.tiers.disk.path"),
+        ("{store: {bytes: 5GiB}}", "say engines.tiers.store.url"),
+    ],
+)
+def test_a_tier_that_is_not_said_in_full_is_told(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_stack(write(tmp_path, f"engines: {{tiers: {text}}}"))

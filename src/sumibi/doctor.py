@@ -21,6 +21,7 @@ from sumibi.pools import findings
 from sumibi.routing.events import Grade, Role
 from sumibi.stack import DEFAULT_FILE, DEFAULT_MODEL, load_stack
 from sumibi.status import ADMIN_PORT, Status, read_status
+from sumibi.troubles import troubles
 
 _ENGINE_MEMORY_BYTES = 1_200_000_000
 """Resident memory of one replica of the built-in model with 512 KV blocks."""
@@ -63,11 +64,24 @@ def examine(state_dir: Path, admin_port: int = ADMIN_PORT) -> list[Check]:
     ]
     if status.by_hand:  # the usual ports are its own, or its engines'
         found = f"admin door at {status.by_hand}, not started by `sumibi up`"
-        return [*machine, _ok("gateway", found), *check_caches(status), *check_pools(status)]
+        return [
+            *machine,
+            _ok("gateway", found),
+            *check_caches(status),
+            *check_pools(status),
+            *check_kv(status),
+        ]
     if not status.running:
         return [*machine, check_ports()]
     processes = check_processes(status)
-    return [*machine, *processes, *check_caches(status), *check_pools(status), *check_fallbacks(status)]
+    return [
+        *machine,
+        *processes,
+        *check_caches(status),
+        *check_pools(status),
+        *check_kv(status),
+        *check_fallbacks(status),
+    ]
 
 
 def _ok(name: str, found: str) -> Check:
@@ -268,6 +282,20 @@ def check_pools(status: Status) -> list[Check]:
         for each in findings(fleet)
     ]
     return checks or [_ok("pools", "prefill and decode engines fit together")]
+
+
+def check_kv(status: Status) -> list[Check]:
+    """What engines lost of KV, between them and in tiers. Those that do not answer are told of elsewhere."""
+    if status.fleet is None:
+        return []
+    checks = []
+    for url in dict.fromkeys(endpoint.endpoint.partition("#")[0] for endpoint in status.fleet.endpoints):
+        try:
+            found = troubles(metrics(f"{url}/metrics"))
+        except SumibiError:
+            continue
+        checks += [Check(f"{each.about} of {url}", Verdict.WARNING, each.found, each.fix) for each in found]
+    return checks
 
 
 _REPLAYS_FAILED = "sumibi_kv_event_replays_failed_total"

@@ -9,12 +9,13 @@ Errors carry the file, the line, the key's path, the nearest known key and what 
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from sumibi.core.errors import ConfigError
@@ -46,7 +47,18 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-_SIZE = r"^\d+(\.\d+)? ?([KMGT]i)?B?$"
+_SIZE = re.compile(r"\d+(\.\d+)? ?([KMGT]i)?B?", re.ASCII)
+
+
+def _size(value: Any) -> Any:
+    """A size as text: bytes (a number will do), or with a unit."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not _SIZE.fullmatch(text):
+        raise PydanticCustomError("size", "not a size; write bytes, or like 512MiB or 20GiB")
+    return text
+
+
+Size = Annotated[str, BeforeValidator(_size)]
 
 
 class DiskTier(_Part):
@@ -55,7 +67,7 @@ class DiskTier(_Part):
     path: str = Field(
         default="", description="a directory; each replica takes one of its own in it; empty: no such tier"
     )
-    bytes: str = Field(default="10GiB", pattern=_SIZE, description="most that a replica keeps there")
+    bytes: Size = Field(default="10GiB", description="most that a replica keeps there")
 
 
 class StoreTier(_Part):
@@ -64,17 +76,27 @@ class StoreTier(_Part):
     url: str = Field(
         default="", description="a directory that others read too, or s3://bucket/prefix; empty: no such tier"
     )
-    bytes: str = Field(default="100GiB", pattern=_SIZE, description="most that all keep there")
+    bytes: Size = Field(default="100GiB", description="most that all keep there")
 
 
 class Tiers(_Part):
     """KV below the device."""
 
-    host_bytes: str = Field(
-        default="0", pattern=_SIZE, description="host memory of a replica for KV, like 2GiB; 0: none"
-    )
+    host_bytes: Size = Field(default="0", description="host memory of a replica for KV, like 2GiB; 0: none")
     disk: DiskTier = Field(default_factory=DiskTier, description="KV on a local disk")
     store: StoreTier = Field(default_factory=StoreTier, description="KV that all replicas share")
+
+    @model_validator(mode="after")
+    def _said_where(self) -> "Tiers":
+        if "bytes" in self.disk.model_fields_set and not self.disk.path:
+            raise _wrong(
+                "disk", None, "a size alone is no tier: say engines.tiers.disk.path, or leave disk out"
+            )
+        if "bytes" in self.store.model_fields_set and not self.store.url:
+            raise _wrong(
+                "store", None, "a size alone is no tier: say engines.tiers.store.url, or leave store out"
+            )
+        return self
 
     def config(self, replica: int) -> dict[str, Any] | None:
         """What `sumibi engine --kv-tiers` is told; None: no tier."""

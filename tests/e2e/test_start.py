@@ -20,6 +20,20 @@ def test_a_port_in_use_is_named_before_anything_is_started(sumibi, free_ports):
     assert not list(sumibi.state.glob("engine-*.log"))
 
 
+def test_a_secret_that_cannot_be_read_is_named_by_its_key(sumibi, free_ports):
+    first = free_ports(5)
+    stack = sumibi.home / "stack.yaml"
+    stack.write_text(
+        "model: tiny\n"
+        f"engines: {{count: 0, prefill: 1, decode: 1, first_port: {first}, secret_file: /nope}}\n"
+        f"gateway: {{port: {first + 3}, admin_port: {first + 4}}}\n"
+    )
+    failed = sumibi("up", "--stack", str(stack))
+    assert "engines.secret_file: cannot read '/nope'" in failed.stderr
+    assert failed.returncode == 2
+    assert not list(sumibi.state.glob("engine-*.log"))
+
+
 def test_a_directory_without_weights_fails_the_start_with_its_reason(sumibi, free_ports):
     empty = sumibi.home / "empty-model"
     empty.mkdir()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sumibi.core.errors import ConfigError
+from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.tiers import DiskTier, StoreTier, Tier, TiersConfig, direct, rest, up
 from sumibi.tiers import directory as directory_module
 from sumibi.tiers.tiers import POPULATING
@@ -292,9 +292,32 @@ def test_a_tier_holds_at_least_a_block(make, config):
         make(config.host_bytes, config.disk)
 
 
-def test_an_unknown_scheme_is_told(make):
-    with pytest.raises(ConfigError, match="scheme 'ftp'"):
-        make(store=StoreTier("ftp://x/y", 10000))
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("ftp://x/y", "scheme 'ftp'"),
+        ("file://host/p", "host 'host' and the directory '/p'.*file:///its/path"),
+        ("file://", "directory ''"),
+        ("s3:///prefix", "no bucket"),
+        (" ", "empty"),
+    ],
+)
+def test_a_store_that_is_not_said_in_full_is_told(make, url, message):
+    with pytest.raises(ConfigError, match=f"store.url: .*{message}"):
+        make(store=StoreTier(url, 10000))
+    with pytest.raises(ConfigError, match=f"flag.store.url: .*{message}"):
+        TiersConfig.parse({"store": {"url": url, "bytes": 10000}}, where="flag")
+
+
+def test_a_store_below_a_share_that_is_not_mounted_is_not_made(make, kit, tmp_path):
+    with pytest.raises(EnvironmentProblem, match="share is not there; mount the share"):
+        make(store=StoreTier(str(tmp_path / "share" / "kv"), 100 * kit.FILE))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_host_memory_than_there_is_is_told(make):
+    with pytest.raises(EnvironmentProblem, match=r"host_bytes \d+ is more than .*GB are available"):
+        make(host=1 << 50, block_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def write_picture(path: Path, played: Sequence[Played], claims: Sequence[Claim])
     )
     held = sum(claim.held for claim in claims)
     figure.suptitle(
-        f"A conversation comes back (conversation.turn; 2,000 tokens): {held} of {len(claims)} claims held",
+        f"A conversation of 2,000 tokens comes back (conversation.turn): {held} of {len(claims)} claims held",
         x=0.01, ha="left",
     )  # fmt: skip
     figure.savefig(path, dpi=100)

@@ -59,6 +59,11 @@ class Gateway:
         self.options = options
         if any(engine.role not in (None, Role.BOTH) for engine in options.engines):
             check_pairing(options.policy)
+        if all(engine.role is Role.PREFILL for engine in options.engines):
+            log.warning(
+                "all engines have role=prefill: nobody generates, every request will be refused; add one with"
+                " role=decode or role=both"
+            )
         state = state_directory()
         self.admin_key = admin_key(options, state) if options.admin_port is not None else None
         self.metrics = Metrics()

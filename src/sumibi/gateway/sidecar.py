@@ -70,7 +70,10 @@ def sidecar_options(
     """Checked options. Raises ConfigError naming flag and word."""
     if connector not in CONNECTORS:
         raise ConfigError(f"--connector is {connector!r}: want {', '.join(CONNECTORS)}")
-    (engine,) = engine_options([f"{decode},role=decode,connector={connector}"])
+    try:
+        (engine,) = engine_options([f"{decode},role=decode,connector={connector}"])
+    except ConfigError as cause:
+        raise ConfigError(f"--decode is {decode!r}: want one http://HOST:PORT") from cause
     for word in allow:
         if not _is_address(word):
             raise ConfigError(f"--allow-prefiller {word!r}: want HOST:PORT")

@@ -223,11 +223,24 @@ def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
     taken = taken_ports(stack)
     if taken:
         raise EnvironmentProblem("\n".join(taken))
+    _check_secret(stack)
     model_dir = stack.model if stack.model == TINY else str(model_directory(stack.model, report))
     plan = plan_stack(stack, model_dir=model_dir, state_dir=state_dir, cores=sorted(os.sched_getaffinity(0)))
     for note in plan.notes:
         report("note", note, None)
     return plan
+
+
+def _check_secret(stack: Stack) -> None:
+    """Engines would say it later, by their own flag."""
+    if stack.engines.secret_file:
+        try:
+            with Path(stack.engines.secret_file).expanduser().open("rb"):
+                pass
+        except OSError as cause:
+            raise ConfigError(
+                f"engines.secret_file: cannot read {stack.engines.secret_file!r}: {cause.strerror}"
+            ) from cause
 
 
 def model_directory(name: str, report: Report) -> Path:

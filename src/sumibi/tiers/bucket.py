@@ -8,13 +8,12 @@ Objects have no time of last use: the oldest put goes first.
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.tiers.blockfile import HEADER_BYTES, Corrupt, Header, check, encode_header
-from sumibi.tiers.config import StoreTier
+from sumibi.tiers.config import StoreTier, store_directory
 from sumibi.tiers.directory import SUFFIX, BlockDirectory, Found, Missing
 from sumibi.tiers.host import as_bytes
 from sumibi.tiers.words import Buffer
@@ -24,18 +23,17 @@ if TYPE_CHECKING:
 
 
 def open_backend(config: StoreTier, namespace: bytes) -> "Backend":
-    """What `config.url` names. Raises ConfigError for a scheme that is not known."""
-    parts = urlsplit(config.url)
-    if parts.scheme == "s3":
+    """What `config.url` names. Raises ConfigError, and EnvironmentProblem where that cannot be opened."""
+    directory = store_directory(config.url)
+    if directory is None:
         return Bucket(config.url, namespace, config.timeout_s)
-    if parts.scheme == "file":
-        return BlockDirectory(parts.path, namespace)
-    if parts.scheme and "://" in config.url:
-        raise ConfigError(
-            f"kv tiers: store.url {config.url!r} has the scheme {parts.scheme!r}; give a directory "
-            "(a path or file://) or s3://bucket/prefix"
+    above = directory.absolute().parent
+    if not above.is_dir():
+        # Not made: below a share that is not mounted it would fill the machine's own disk.
+        raise EnvironmentProblem(
+            f"kv tiers: store.url {config.url!r}: {above} is not there; mount the share, or make it"
         )
-    return BlockDirectory(config.url, namespace)
+    return BlockDirectory(str(directory), namespace)
 
 
 class Bucket:

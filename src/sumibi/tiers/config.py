@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -36,9 +37,8 @@ class StoreTier(msgspec.Struct, frozen=True):
         """What engines call the part of the store that holds the blocks of one namespace: the same for all
         that share it, if they were given the same URL (or the same path, links resolved).
         """
-        url = self.url
-        if "://" not in url or url.startswith("file://"):
-            url = str(Path(url.removeprefix("file://")).resolve())
+        directory = store_directory(self.url)
+        url = self.url if directory is None else str(directory.resolve())
         return "store-" + blake2b(f"{url.rstrip('/')}\n{namespace}".encode(), digest_size=6).hexdigest()
 
 
@@ -60,8 +60,8 @@ class TiersConfig(msgspec.Struct, frozen=True):
             )
         except msgspec.MsgspecError as cause:
             raise ConfigError(
-                f"{where}: {cause}; expected an object with host_bytes, disk {{path, bytes}} and "
-                f"store {{url, bytes}}, each optional, sizes as numbers or like '20GiB'"
+                f"{where}: {_short(source)} is not right: {cause}; expected an object with host_bytes, disk"
+                " {path, bytes} and store {url, bytes}, each optional, sizes as numbers or like '20GiB'"
             ) from cause
         disk = (
             None
@@ -75,11 +75,13 @@ class TiersConfig(msgspec.Struct, frozen=True):
             None
             if raw.store is None
             else StoreTier(
-                _said(raw.store.url, f"{where}.store.url", "a shared directory or s3://bucket/prefix"),
+                raw.store.url,
                 parse_bytes(raw.store.bytes, f"{where}.store.bytes"),
                 _positive(raw.store.timeout_s, f"{where}.store.timeout_s"),
             )
         )
+        if store is not None:
+            store_directory(store.url, f"{where}.store.url")
         config = cls(parse_bytes(raw.host_bytes, f"{where}.host_bytes", least=0), disk, store)
         if not config.host_bytes and not config.disk and not config.store:
             raise ConfigError(f"{where}: no tier is named; give host_bytes, disk or store, or leave it out")
@@ -118,10 +120,39 @@ def parse_bytes(value: int | str, where: str, *, least: int = 1) -> int:
     return size
 
 
+def _short(source: object) -> str:
+    shown = repr(source)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
 def _said(text: str, where: str, what: str) -> str:
     if not text.strip():
         raise ConfigError(f"{where}: {text!r} is empty; give {what}")
     return text
+
+
+def store_directory(url: str, where: str = "kv tiers: store.url") -> Path | None:
+    """The directory that a store's URL names; None: it names a bucket. Raises ConfigError where something is
+    missing: blocks would be written elsewhere than is thought.
+    """
+    parts = urlsplit(url)
+    if "://" not in url:
+        return Path(_said(url, where, "a shared directory or s3://bucket/prefix"))
+    if parts.scheme == "file":
+        if parts.netloc in ("", "localhost") and len(parts.path) > 1:
+            return Path(parts.path)
+        raise ConfigError(
+            f"{where}: {url!r} names the host {parts.netloc!r} and the directory {parts.path!r}; a directory"
+            " of this machine, where a share may be mounted, is file:///its/path"
+        )
+    if parts.scheme != "s3":
+        raise ConfigError(
+            f"{where}: {url!r} has the scheme {parts.scheme!r}; give a directory (a path or file://) or"
+            " s3://bucket/prefix"
+        )
+    if not parts.netloc:
+        raise ConfigError(f"{where}: {url!r} names no bucket; give s3://bucket/prefix")
+    return None
 
 
 def _positive(value: float, where: str) -> float:

@@ -69,4 +69,18 @@ def parse_kv_transfer(text: str) -> KVTransferConfig:
     try:
         return msgspec.json.decode(text, type=KVTransferConfig)
     except msgspec.MsgspecError as cause:
-        raise ConfigError(f"--kv-transfer-config: {cause}") from cause
+        field = str(cause).partition("`$")[2].strip("`").rpartition(".")[2].partition("[")[0]
+        allowed = f"; {field} takes {_ALLOWED[field]}" if field in _ALLOWED else ""
+        raise ConfigError(f"--kv-transfer-config {text}: {cause}{allowed}") from cause
+
+
+_ALLOWED = {
+    "kv_connector": "NixlConnector, NixlPullConnector or stream",
+    "kv_role": "kv_producer, kv_consumer or kv_both",
+    "kv_load_failure_policy": "recompute or fail",
+    "kv_buffer_device": "cpu",
+    "transports": "a list of shm and tcp",
+    "port": "0 (any free one) to 65535",
+    "kv_lease_duration": "seconds, above 0 and at most 3600",
+    "kv_transfer_timeout": "seconds, above 0 and at most 3600",
+}
