@@ -22,7 +22,7 @@ def test_a_port_in_use_is_named_before_anything_is_started(sumibi, free_ports):
 
 def test_a_secret_that_cannot_be_read_is_named_by_its_key(sumibi, free_ports):
     first = free_ports(5)
-    stack = sumibi.home / "stack.yaml"
+    stack = sumibi.home / "pools.yaml"
     stack.write_text(
         "model: tiny\n"
         f"engines: {{count: 0, prefill: 1, decode: 1, first_port: {first}, secret_file: /nope}}\n"
