@@ -187,6 +187,10 @@ def test_sizes_of_tiers_are_bytes_or_text_and_say_where_they_lie(tmp_path):
     assert load_stack(write(tmp_path, "engines: {tiers: {host_bytes: 0}}")).engines.tiers.config(0) is None
 
 
+def test_a_stack_that_is_written_down_reads_the_same():
+    assert Stack.model_validate_json(Stack().model_dump_json()) == Stack()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -88,11 +88,11 @@ class Tiers(_Part):
 
     @model_validator(mode="after")
     def _said_where(self) -> "Tiers":
-        if "bytes" in self.disk.model_fields_set and not self.disk.path:
+        if self.disk.bytes != DiskTier().bytes and not self.disk.path:
             raise _wrong(
                 "disk", None, "a size alone is no tier: say engines.tiers.disk.path, or leave disk out"
             )
-        if "bytes" in self.store.model_fields_set and not self.store.url:
+        if self.store.bytes != StoreTier().bytes and not self.store.url:
             raise _wrong(
                 "store", None, "a size alone is no tier: say engines.tiers.store.url, or leave store out"
             )
