@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sumibi.admin import metrics
 from sumibi.core.errors import SumibiError
+from sumibi.core.memory import available_memory_bytes
 from sumibi.local.runfile import ChildState
 from sumibi.local.updown import taken_ports
 from sumibi.pools import findings
@@ -108,20 +109,13 @@ def check_cores() -> Check:
 
 def check_memory(status: Status) -> Check:
     """Room for two replicas, unless they run already."""
-    available = _available_memory_bytes()
+    available = available_memory_bytes() or 0
     found = f"{available / 1e9:.1f} GB available"
     if status.running or available >= 2 * _ENGINE_MEMORY_BYTES:
         return _ok("memory", found)
     needed = 2 * _ENGINE_MEMORY_BYTES / 1e9
     fix = f"two replicas take about {needed:.1f} GB: free some, or lower engines.kv_blocks"
     return Check("memory", Verdict.WARNING, found, fix)
-
-
-def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 _TORCH_QUESTION = """

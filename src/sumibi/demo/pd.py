@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sumibi.core.errors import EngineUnavailable, EnvironmentProblem
+from sumibi.core.errors import EngineUnavailable
 from sumibi.demo.claims import Claim
 from sumibi.demo.pd_report import write_json, write_picture
 from sumibi.demo.pd_results import Arrangement, Gap, LongPrompt
-from sumibi.demo.run import free_ports, stack_of
+from sumibi.demo.run import free_ports, make_directory, stack_of
 from sumibi.demo.streams import Arrival, Heard, Kind, Target, keep, play
 from sumibi.local.updown import Report
 from sumibi.stack import KeyPath
@@ -60,10 +60,7 @@ def run_pd(model: str, out: Path, report: Report) -> PdDemonstration:
     Raises what `up` raises, EngineUnavailable if a request fails, EnvironmentProblem if `out` cannot be
     written.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise EnvironmentProblem(f"cannot write to {out}: {cause}") from cause
+    make_directory(out)
     first_port = free_ports(_PORTS)
     arrangements = []
     for name, roles in ARRANGEMENTS.items():

@@ -39,16 +39,21 @@ class Demonstration:
         return all(claim.held for claim in self.claims)
 
 
+def make_directory(path: Path) -> None:
+    """For what a demonstration writes. Raises EnvironmentProblem."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise EnvironmentProblem(f"cannot write to {path}: {cause}") from cause
+
+
 def run_demo(model: str, out: Path, report: Report) -> Demonstration:
     """Play everything and write `demo.json` and `demo.png` into `out`.
 
     Raises what `up` raises, EngineUnavailable if a request fails, EnvironmentProblem if `out` cannot be
     written.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise EnvironmentProblem(f"cannot write to {out}: {cause}") from cause
+    make_directory(out)
     tokenizer = Tokenizer.load(model_directory(model, report))
     texts = Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), SEED)
     busy = busy_request(texts)

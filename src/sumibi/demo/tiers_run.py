@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sumibi.core.errors import EnvironmentProblem
 from sumibi.demo.claims import Claim
 from sumibi.demo.client import ask
 from sumibi.demo.lone import LoneEngine, cores
+from sumibi.demo.run import make_directory
 from sumibi.demo.texts import Texts
 from sumibi.demo.tiers_report import write_json, write_picture
 from sumibi.demo.tiers_script import (
@@ -51,11 +51,8 @@ def run_demo(model: str, out: Path, report: Report) -> Demonstration:
     the directory for blocks cannot be written.
     """
     scratch = default_state_dir() / "demo-tiers"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        scratch.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise EnvironmentProblem(f"cannot write to {out} or {scratch}: {cause}") from cause
+    for path in (out, scratch):
+        make_directory(path)
     directory = model_directory(model, report)
     tokenizer = Tokenizer.load(directory)
     turns = script(Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), SEED))

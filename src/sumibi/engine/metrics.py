@@ -15,6 +15,7 @@ from sumibi.engine.kvtiers import TierLink
 from sumibi.engine.loading import Load
 from sumibi.engine.scheduler import Scheduler
 from sumibi.engine.sequence import FinishReason, Sequence
+from sumibi.tiers.words import TIER_COUNTS, TIER_GAUGES
 
 _FIRST_TOKEN_S = (
     0.001,
@@ -235,18 +236,7 @@ class _Counts:
             yield family
 
 
-_TIER_GAUGES = ("bytes", "blocks", "limit_bytes", "queue_blocks")
-_TIER_COUNTS = {
-    "hits": "Blocks taken from the tier, checked",
-    "stored": "Blocks stored in it",
-    "evicted": "Blocks that had to leave it",
-    "dropped": "Blocks that it did not take",
-    "corrupt": "Blocks that were not what was written; never served",
-    "late": "Answers that came after their deadline",
-    "errors": "Reads, writes and questions that failed",
-    "read_s": "Time spent reading",
-    "write_s": "Time spent writing",
-}
+_TIER_TIMES = {"read_s": "Time spent reading", "write_s": "Time spent writing"}
 
 
 class TierCounts:
@@ -260,12 +250,12 @@ class TierCounts:
         """Called by the registry for each page."""
         stats = self._tiers.stats()
         names = [*self._labels, "tier"]
-        for name in _TIER_GAUGES:
+        for name in TIER_GAUGES:
             gauge = GaugeMetricFamily(f"sumibi:kv_tier_{name}", f"KV tier: {name}", labels=names)
             for tier, counts in stats.tiers.items():
                 gauge.add_metric([*self._labels.values(), tier.value], getattr(counts, name))
             yield gauge
-        for name, text in _TIER_COUNTS.items():
+        for name, text in (TIER_COUNTS | _TIER_TIMES).items():
             full = name.replace("_s", "_seconds") if name.endswith("_s") else name
             family = CounterMetricFamily(f"sumibi:kv_tier_{full}", text, labels=names)
             for tier, counts in stats.tiers.items():

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sumibi.core.errors import EnvironmentProblem
+from sumibi.core.memory import available_memory_bytes
 from sumibi.tiers.catalog import Catalog, Entry, Order
 from sumibi.tiers.words import Buffer
 
@@ -30,16 +31,6 @@ def as_bytes(buffer: Buffer) -> Bytes:
     return np.frombuffer(buffer, dtype=np.uint8)
 
 
-def _available() -> str:
-    """What the system says that it has, in words; nothing where it does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            kibibytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return ""
-    return f" ({kibibytes * 1024 / 1e9:.1f} GB are available)"
-
-
 class HostMemory:
     """`slots` slots. The caller holds the lock of the tiers around every call but `view` and `populate`."""
 
@@ -57,9 +48,11 @@ class HostMemory:
         try:
             self._memory = np.empty((slots, block_bytes), dtype=np.uint8)
         except MemoryError as cause:
+            available_bytes = available_memory_bytes()
+            known = f" ({available_bytes / 1e9:.1f} GB are available)" if available_bytes is not None else ""
             raise EnvironmentProblem(
-                f"kv tiers: host_bytes {slots * block_bytes} is more than this machine can give"
-                f"{_available()}; give less"
+                f"kv tiers: host_bytes {slots * block_bytes} is more than this machine can"
+                f" give{known}; give less"
             ) from cause
         self._free = list(range(slots - 1, -1, -1))
 

@@ -81,3 +81,17 @@ class TiersStats:
     """Of these, loaded by somebody before they were evicted from host memory."""
     prefetch_wasted: int = 0
     """Of these, evicted from it without."""
+
+
+TIER_GAUGES = ("bytes", "blocks", "limit_bytes", "queue_blocks")
+"""Of `TierStats`, as metrics pages show it: what is so now ..."""
+TIER_COUNTS = {
+    "hits": "Blocks taken from the tier, checked",
+    "stored": "Blocks stored in it",
+    "evicted": "Blocks that had to leave it",
+    "dropped": "Blocks that it did not take",
+    "corrupt": "Blocks that were not what was written; never served",
+    "late": "Answers that came after their deadline",
+    "errors": "Reads, writes and questions that failed",
+}
+"""... and what was counted, each with its meaning."""

@@ -1,6 +1,6 @@
 """`--kv-transfer-config`: vLLM's flag and field names, and what of them this engine understands."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -69,18 +69,12 @@ def parse_kv_transfer(text: str) -> KVTransferConfig:
     try:
         return msgspec.json.decode(text, type=KVTransferConfig)
     except msgspec.MsgspecError as cause:
-        field = str(cause).partition("`$")[2].strip("`").rpartition(".")[2].partition("[")[0]
-        allowed = f"; {field} takes {_ALLOWED[field]}" if field in _ALLOWED else ""
-        raise ConfigError(f"--kv-transfer-config {text}: {cause}{allowed}") from cause
+        raise ConfigError(f"--kv-transfer-config {text}: {cause}{_words(str(cause))}") from cause
 
 
-_ALLOWED = {
-    "kv_connector": "NixlConnector, NixlPullConnector or stream",
-    "kv_role": "kv_producer, kv_consumer or kv_both",
-    "kv_load_failure_policy": "recompute or fail",
-    "kv_buffer_device": "cpu",
-    "transports": "a list of shm and tcp",
-    "port": "0 (any free one) to 65535",
-    "kv_lease_duration": "seconds, above 0 and at most 3600",
-    "kv_transfer_timeout": "seconds, above 0 and at most 3600",
-}
+def _words(problem: str) -> str:
+    """The words that the field takes which msgspec names at the end of its message; nothing for others."""
+    field = problem.partition("`$")[2].strip("`").rpartition(".")[2].partition("[")[0]
+    kind = (get_type_hints(KVTransferConfig) | get_type_hints(TransferExtra)).get(field)
+    words = [word for part in (kind, *get_args(kind)) for word in get_args(part) if isinstance(word, str)]
+    return f"; it takes {', '.join(words)}" if words else ""

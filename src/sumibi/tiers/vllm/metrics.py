@@ -4,18 +4,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from sumibi.tiers.words import TiersStats
-
-GAUGES = ("bytes", "blocks", "limit_bytes", "queue_blocks")
-COUNTS = {
-    "hits": "Blocks taken from the tier, checked",
-    "stored": "Blocks stored in it",
-    "evicted": "Blocks that had to leave it",
-    "dropped": "Blocks that it did not take",
-    "corrupt": "Blocks that were not what was written; never served",
-    "late": "Answers that came after their deadline",
-    "errors": "Reads, writes and questions that failed",
-}
+from sumibi.tiers.words import TIER_COUNTS, TIER_GAUGES, TiersStats
 
 
 class TierStatsDelta(KVConnectorStats):
@@ -28,7 +17,7 @@ class TierStatsDelta(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """See the base."""
         for key, value in other.data.items():
-            is_gauge = key.split(".")[1] in GAUGES
+            is_gauge = key.split(".")[1] in TIER_GAUGES
             self.data[key] = value if is_gauge else self.data.get(key, 0) + value
         return self
 
@@ -49,11 +38,16 @@ class StatsReader:
 
     def since(self, stats: TiersStats) -> TierStatsDelta | None:
         """None where nothing changed."""
-        now = {f"{t}.{name}": getattr(s, name) for t, s in stats.tiers.items() for name in (*GAUGES, *COUNTS)}
+        now = {
+            f"{t}.{name}": getattr(s, name)
+            for t, s in stats.tiers.items()
+            for name in (*TIER_GAUGES, *TIER_COUNTS)
+        }
         if now == self._last:
             return None
         data = {
-            key: v if key.split(".")[1] in GAUGES else v - self._last.get(key, 0) for key, v in now.items()
+            key: v if key.split(".")[1] in TIER_GAUGES else v - self._last.get(key, 0)
+            for key, v in now.items()
         }
         self._last = now
         return TierStatsDelta(data=data)
@@ -69,9 +63,9 @@ class TierMetrics(KVConnectorPromMetrics):
             name: self._gauge_cls(
                 f"sumibi:kv_tier_{name}", f"KV tier: {name}", labelnames=names, multiprocess_mode="mostrecent"
             )
-            for name in GAUGES
+            for name in TIER_GAUGES
         }
-        for name, text in COUNTS.items():
+        for name, text in TIER_COUNTS.items():
             self._metrics[name] = self._counter_cls(f"sumibi:kv_tier_{name}", text, labelnames=names)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -80,7 +74,7 @@ class TierMetrics(KVConnectorPromMetrics):
         for key, value in transfer_stats_data.items():
             tier, name = key.split(".")
             metric = self._metrics[name].labels(*labels, tier)
-            if name in GAUGES:
+            if name in TIER_GAUGES:
                 metric.set(value)
             elif value:
                 metric.inc(value)
