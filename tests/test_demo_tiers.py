@@ -3,9 +3,12 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from sumibi.core.errors import EngineUnavailable
+from sumibi.demo.lone import LoneEngine
 from sumibi.demo.texts import Texts
 from sumibi.demo.tiers_report import print_tables, write_json
 from sumibi.demo.tiers_script import KV_BLOCKS, Played, judge, script
@@ -97,3 +100,17 @@ def test_what_is_shown_names_every_turn_and_claim(played, tmp_path, capsys):
     written = json.loads((tmp_path / "demo-tiers.json").read_text())
     assert [(step["side"], step["label"]) for step in written["steps"]] == [(t.side, t.label) for t in played]
     assert len(written["claims"]) == 7
+
+
+def test_the_log_has_what_was_started_and_what_it_said(tmp_path):
+    log = tmp_path / "log"
+    with LoneEngine(Path("tiny"), kv_blocks=16, threads=1, log=log) as engine:
+        assert log.read_text().splitlines()[-1] == f"sumibi engine: tiny is ready on {engine.url}"
+    wrong = LoneEngine(Path("tiny"), kv_blocks=16, threads=1, tiers={"host_bytes": "1 parsec"}, log=log)
+    with pytest.raises(EngineUnavailable, match=f"see {log}"):
+        wrong.start()
+    nothing, first, second = log.read_text().split("$ ")
+    assert not nothing
+    assert "--kv-blocks 16" in first.splitlines()[0]
+    assert "1 parsec" in second.splitlines()[0]
+    assert "'1 parsec' is not a size" in " ".join(second.splitlines()[1:])

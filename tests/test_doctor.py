@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sumibi import doctor
-from sumibi.admin import Fleet, TransferView, Wire
+from sumibi.admin import Fleet, Wire
 from sumibi.core.latency import CPU_CORE_135M
 from sumibi.doctor import Verdict
+from sumibi.gateway.metrics import TransferView
 from sumibi.local.runfile import ChildRecord, ChildState, RunRecord
 from sumibi.pools import findings
 from sumibi.routing.events import Grade, Role
@@ -219,7 +221,7 @@ def fleet(*engines):
 
 
 def changed(**fields):
-    return TransferView(**({name: getattr(GOOD, name) for name in TransferView.__struct_fields__} | fields))
+    return msgspec.structs.replace(GOOD, **fields)
 
 
 def test_pools_that_fit_and_fleets_without_any():

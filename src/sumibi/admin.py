@@ -1,6 +1,6 @@
 """Asks a gateway on this machine: its admin door (with the key from the state directory) and its metrics.
 
-A client of two HTTP doors, nothing more; the answers' types are the router's own.
+A client of two HTTP doors, nothing more; the answers' types are the router's and the gateway's own.
 """
 
 import http.client
@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from sumibi.core.errors import EngineUnavailable, EnvironmentProblem, WireError
+from sumibi.gateway.metrics import TransferView
 from sumibi.routing.decisions import Decision
 from sumibi.routing.events import Grade
 from sumibi.routing.views import Counters, EndpointView
@@ -27,18 +28,6 @@ _POLL_S = 0.1
 _SAMPLE = re.compile(r"^(\w+|\w+:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Answer = TypeVar("Answer")
-
-
-class TransferView(msgspec.Struct, frozen=True):
-    """How an endpoint hands KV over, as the gateway has it and as the engine told it."""
-
-    connector: str = ""
-    kv_port: int = 0
-    port_from: str = "usual"
-    told_role: str = ""
-    told_port: int = 0
-    namespace: str = ""
-    secured: bool | None = None
 
 
 class Wire(msgspec.Struct):

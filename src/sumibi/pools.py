@@ -6,7 +6,8 @@ Looks at the gateway's own view; each finding says what to change. Nothing here 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sumibi.admin import Fleet, TransferView
+from sumibi.admin import Fleet
+from sumibi.gateway.metrics import TransferView
 from sumibi.routing.events import Role
 from sumibi.routing.views import EndpointView
 

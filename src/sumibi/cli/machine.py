@@ -172,7 +172,7 @@ def _show_pd(model: str, out: Path, report: "Report") -> _Shown:
     from sumibi.demo.pd_report import print_table
 
     done = run_pd(model, out, report)
-    return _Shown(done.held, out / "demo-pd.json", lambda: print_table(done.arrangements, done.claims))
+    return _Shown(done.held, out / "demo-pd.json", lambda: print_table(done.steps, done.claims))
 
 
 def _show_tiers(model: str, out: Path, report: "Report") -> _Shown:

@@ -6,11 +6,12 @@ A claim holds or it does not; the targets stand here and nowhere else.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 BLOCK_TOKENS = 32
 POLICIES = ("cost", "round-robin")
 """Compared in phase 7."""
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,19 @@ class Claim:
     op: Literal["<=", ">=", "=="]
     target: float
     held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration(Generic[Measured]):
+    """What was measured, step by step, and whether it is what was claimed."""
+
+    steps: list[Measured]
+    claims: list[Claim]
+
+    @property
+    def held(self) -> bool:
+        """True if every claim held."""
+        return all(claim.held for claim in self.claims)
 
 
 @dataclass(frozen=True, slots=True)

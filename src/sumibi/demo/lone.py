@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,7 +35,9 @@ class LoneEngine:
         flags: Sequence[str] = (),
         log: Path | None = None,
     ) -> None:
-        """`tiers`: what `--kv-tiers` is told. `log`: where what it says goes, appended; None: nowhere."""
+        """`tiers`: what `--kv-tiers` is told. `log`: where each start's command and what the engine says are
+        appended; None: nowhere.
+        """
         self._command = [sys.executable, "-m", "sumibi", "engine", "--model", str(model), "--port", "0"]
         self._command += ["--kv-blocks", str(kv_blocks), "--threads", str(threads), "--enable-dev-mode"]
         if tiers is not None:
@@ -62,6 +65,8 @@ class LoneEngine:
         """Start it; seconds until it takes requests. Raises EngineUnavailable if it does not."""
         begun_s = time.perf_counter()
         with open(self._log or os.devnull, "a") as said:
+            said.write(f"$ {shlex.join(self._command)}\n")
+            said.flush()
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -72,11 +77,12 @@ class LoneEngine:
                 # One system call and no lock: safe beside threads too.
                 preexec_fn=partial(stop_with_parent, os.getpid(), signal.SIGKILL),  # noqa: PLW1509
             )
-        assert self._process.stdout is not None
-        alarm = threading.Timer(_READY_S, self._process.kill)
-        alarm.start()
-        line = self._process.stdout.readline()
-        alarm.cancel()
+            assert self._process.stdout is not None
+            alarm = threading.Timer(_READY_S, self._process.kill)
+            alarm.start()
+            line = self._process.stdout.readline()
+            alarm.cancel()
+            said.write(line)
         found = re.search(r"http://\S+", line)
         if found is None:
             self.kill()

@@ -9,11 +9,10 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sumibi.core.errors import EngineUnavailable
-from sumibi.demo.claims import Claim
+from sumibi.demo.claims import Claim, Demonstration
 from sumibi.demo.pd_report import write_json, write_picture
 from sumibi.demo.pd_results import Arrangement, Gap, LongPrompt
 from sumibi.demo.run import free_ports, make_directory, stack_of
@@ -41,20 +40,7 @@ ARRANGEMENTS: dict[str, dict[KeyPath, object]] = {
 _PORTS = 5  # two engines, a side channel, gateway, admin door
 
 
-@dataclass(frozen=True, slots=True)
-class PdDemonstration:
-    """What was measured and whether it is what was claimed."""
-
-    arrangements: list[Arrangement]
-    claims: list[Claim]
-
-    @property
-    def held(self) -> bool:
-        """True if every claim held."""
-        return all(claim.held for claim in self.claims)
-
-
-def run_pd(model: str, out: Path, report: Report) -> PdDemonstration:
+def run_pd(model: str, out: Path, report: Report) -> Demonstration[Arrangement]:
     """Play both and write `demo-pd.json` and `demo-pd.png` into `out`.
 
     Raises what `up` raises, EngineUnavailable if a request fails, EnvironmentProblem if `out` cannot be
@@ -77,7 +63,7 @@ def run_pd(model: str, out: Path, report: Report) -> PdDemonstration:
     claims = judge(arrangements)
     write_json(out / "demo-pd.json", arrangements, claims)
     write_picture(out / "demo-pd.png", arrangements, claims)
-    return PdDemonstration(arrangements, claims)
+    return Demonstration(arrangements, claims)
 
 
 def judge(arrangements: Sequence[Arrangement]) -> list[Claim]:

@@ -6,13 +6,12 @@ Every stack is tied to this process, so whatever ends it ends them too.
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from sumibi.admin import Admin
 from sumibi.core.errors import EnvironmentProblem
-from sumibi.demo.claims import POLICIES, Claim, StepResult, judge
+from sumibi.demo.claims import POLICIES, Demonstration, StepResult, judge
 from sumibi.demo.play import Door, play
 from sumibi.demo.report import write_json, write_picture
 from sumibi.demo.script import PRESSURE_KV_BLOCKS, SEED, busy_request, prefix_phases, pressure_phase
@@ -26,19 +25,6 @@ AMPLE_KV_BLOCKS = 512
 _PORTS = 4  # two engines, gateway, admin door
 
 
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """What was measured and whether it is what was claimed."""
-
-    steps: list[StepResult]
-    claims: list[Claim]
-
-    @property
-    def held(self) -> bool:
-        """True if every claim held."""
-        return all(claim.held for claim in self.claims)
-
-
 def make_directory(path: Path) -> None:
     """For what a demonstration writes. Raises EnvironmentProblem."""
     try:
@@ -47,7 +33,7 @@ def make_directory(path: Path) -> None:
         raise EnvironmentProblem(f"cannot write to {path}: {cause}") from cause
 
 
-def run_demo(model: str, out: Path, report: Report) -> Demonstration:
+def run_demo(model: str, out: Path, report: Report) -> Demonstration[StepResult]:
     """Play everything and write `demo.json` and `demo.png` into `out`.
 
     Raises what `up` raises, EngineUnavailable if a request fails, EnvironmentProblem if `out` cannot be

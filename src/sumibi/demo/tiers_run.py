@@ -2,10 +2,9 @@
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from sumibi.demo.claims import Claim
+from sumibi.demo.claims import Demonstration
 from sumibi.demo.client import ask
 from sumibi.demo.lone import LoneEngine, cores
 from sumibi.demo.run import make_directory
@@ -31,20 +30,7 @@ _MODEL_TOKENS = (KV_BLOCKS - 1) * 32
 _CORES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """What was measured and whether it is what was claimed."""
-
-    steps: list[Played]
-    claims: list[Claim]
-
-    @property
-    def held(self) -> bool:
-        """True if every claim held."""
-        return all(claim.held for claim in self.claims)
-
-
-def run_demo(model: str, out: Path, report: Report) -> Demonstration:
+def run_demo(model: str, out: Path, report: Report) -> Demonstration[Played]:
     """Play everything and write `demo-tiers.json` and `demo-tiers.png` into `out`.
 
     Raises EngineUnavailable if an engine does not start or a request fails, EnvironmentProblem if `out` or

@@ -8,6 +8,8 @@ exported.
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+import msgspec
+
 from sumibi.gateway.agreement import Agreement
 
 _MAX_MODELS = 1000
@@ -84,8 +86,7 @@ class ModelCounters:
         self.errors[cause] = self.errors.get(cause, 0) + 1
 
 
-@dataclass(slots=True)
-class TransferView:
+class TransferView(msgspec.Struct, frozen=True):
     """How KV gets to an endpoint and from there, as the gateway will have it and as the engine told."""
 
     connector: str = ""
