@@ -178,6 +178,44 @@ def test_resetting_the_outside_too_leaves_nothing(make_served, tmp_path):
         assert ask(engine, PROMPT)[2]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+def test_a_reset_of_one_engine_leaves_the_shared_store_to_the_others(make_served, tmp_path):
+    below = tiers(store={"url": str(tmp_path), "bytes": "64MiB"})
+    with make_served(kv_tiers=below) as one, make_served(kv_tiers=below) as other:
+        (before,) = one.http.get("/kv_event_sources").json()["0"]["kv_tiers"]
+        published = published_by(one)
+        tokens, _, _ = ask(one, PROMPT)
+        settle(one)
+        assert ask(one, PROMPT)[2]["prompt_tokens_details"]["cached_tokens"] == 128
+        reset(one, "?reset_external=true")
+        again, _, usage = ask(one, PROMPT)
+        assert (again, usage["prompt_tokens_details"]) == (tokens, {"cached_tokens": 0})
+        again, _, usage = ask(other, PROMPT)
+        assert again == tokens
+        assert usage["prompt_tokens_details"]["cached_tokens_by_tier"] == {"store": 128}
+        # What it computes after the reset it finds again below, but not the others.
+        settle(one)
+        reset(one)
+        assert ask(one, PROMPT)[2]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"store": 128}
+        ask(one, OTHERS[0])
+        settle(one)
+        assert ask(other, OTHERS[0])[2]["prompt_tokens_details"]["cached_tokens"] == 0
+        # To a gateway nothing has left the store of all; what came since is in one of another name.
+        (after,) = one.http.get("/kv_event_sources").json()["0"]["kv_tiers"]
+        assert after == before | {"name": after["name"]}
+        assert after["name"] != before["name"]
+        assert other.http.get("/kv_event_sources").json()["0"]["kv_tiers"] == [before]
+        eventually(lambda: len(stored_in(published, after)) >= 4 + 9)
+        assert set(stored_in(published, after)) == {*chain_of(one, PROMPT), *chain_of(one, OTHERS[0])}
+        assert set(stored_in(published, before)) == set(chain_of(one, PROMPT))
+        removed = [event for event in published if isinstance(event, BlockRemoved)]
+        assert before["name"] not in {event.medium for event in removed}
+
+
+def stored_in(published, tier):
+    """The blocks that came to it by its events."""
+    return hashes_of(e for e in published if isinstance(e, BlockStored) and e.medium == tier["name"])
+
+
 def test_other_weights_never_meet_in_a_shared_directory(make_served, tmp_path):
     below = tiers(store={"url": str(tmp_path), "bytes": "64MiB"})
     with make_served(kv_tiers=below, seed=1) as one:

@@ -119,6 +119,44 @@ def test_clear_removes_it_everywhere(kit, make, tmp_path):
     assert kit.load(tiers, ids) == [Tier.HOST] * 5
 
 
+def test_who_leaves_the_store_finds_nothing_of_before_and_others_all(kit, make, tmp_path):
+    store = StoreTier(str(tmp_path), 100 * kit.FILE)
+    one, other = make(store=store), make(store=store)
+    ids = kit.chain("a", 5)
+    one.store(kit.blocks(ids))
+    assert one.flush(5)
+    assert other.find(ids) == [Tier.STORE] * 5
+    one.drain_events()
+    one.leave_store("2")
+    assert (one.match(ids), one.find(ids)) == ([], [])
+    assert kit.load(one, ids) == [None] * 5
+    assert one.drain_events() == [], "nothing has gone"
+    assert kit.load(other, ids) == [Tier.STORE] * 5
+    assert one.store(kit.blocks(ids[:3])) == 3
+    assert one.flush(5)
+    assert {event.content_id for event in one.drain_events()} == set(ids[:3])
+    assert kit.load(one, ids) == [Tier.STORE] * 3 + [None] * 2
+    third = make(store=store)
+    third.leave_store("2")
+    assert third.find(ids) == [Tier.STORE] * 3
+
+
+def test_a_block_of_others_that_goes_is_not_taken_for_our_own_of_that_name(kit, make, tmp_path):
+    store = StoreTier(str(tmp_path), 10 * kit.FILE)
+    other, one = make(store=store), make(store=store, namespace="new weights")
+    ids = kit.chain("a", 5)
+    for tiers in (other, one):
+        tiers.store(kit.blocks(ids))
+        assert tiers.flush(5)
+        time.sleep(0.02)
+    one.drain_events()
+    one._books.store.chores(1)  # full: the oldest, which are the other's, make room
+    assert other.stats().tiers[Tier.STORE].evicted == 0
+    assert one.stats().tiers[Tier.STORE].evicted > 0
+    assert one.drain_events() == []
+    assert one.match(ids) == [Tier.STORE] * 5
+
+
 @pytest.mark.parametrize(
     "other", [{"namespace": "model, adapter 2"}, {"namespace": "salted"}, {"block_bytes": 999}]
 )

@@ -172,6 +172,8 @@ class Door:
         speeds = self.tiers.speeds.told() if self.tiers is not None else {}
         infos = []
         for tier, info in self.sources.tiers.items():
+            if self.tiers is not None:  # a reset gives the store another name
+                info = msgspec.structs.replace(info, name=self.tiers.media[tier].lower())
             speed = speeds.get(tier)
             if speed is not None:
                 info = msgspec.structs.replace(info, gb_per_s=speed.gb_per_s, latency_s=speed.latency_s)
@@ -197,7 +199,8 @@ class Door:
     async def reset_prefix_cache(self, http: HttpRequest) -> Response:
         """`POST /reset_prefix_cache`, in development mode only: false while any block is held.
 
-        `?reset_external=true` (vLLM's) clears the KV tiers too, in the shared store as well.
+        `?reset_external=true` (vLLM's): nor is anything found that lies in the KV tiers now. In the shared
+        store it stays for others.
         """
         if self.tiers is not None:
             await asyncio.to_thread(self.tiers.settle)

@@ -13,6 +13,7 @@ tell no tokens: their blocks are announced when the first prompt that has them c
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -87,7 +88,7 @@ class TierLink:
         self._tiers = tiers
         self._model = model
         self._pool = pool
-        self._asks_store = store is not None
+        self._store = store
         self.media = {tier: tier.medium for tier in Tier} | ({Tier.STORE: store} if store else {})
         """What KV events call each tier."""
         self._batch = batch_blocks(model.block_bytes)
@@ -165,7 +166,7 @@ class TierLink:
     def look(self, sequence: Sequence) -> None:
         """See `KVSource`: ask the shared store, and announce what was found without its tokens."""
         ids = sequence.content_ids
-        found = self._tiers.find(ids) if self._asks_store else self._tiers.match(ids)
+        found = self._tiers.find(ids) if self._store is not None else self._tiers.match(ids)
         with self._lock:
             new = [index for index, _ in enumerate(found) if ids[index] in self._untold]
             events = [
@@ -278,9 +279,25 @@ class TierLink:
             time.sleep(0.01)
 
     def clear(self) -> None:
-        """Forget everything below, in the shared store too. Blocks; raises OSError."""
-        self._tiers.clear()
+        """Nothing that lies below now is found by this engine any more. In the shared store it stays for the
+        others: the engine goes on in a part of it that is its own until it starts again. Blocks; raises
+        OSError.
+        """
+        if self._store is not None:
+            self._leave_store(self._store)
+        self._tiers.clear(shared=False)
         self._publish([])
+
+    def _leave_store(self, store: str) -> None:
+        self._publish([])
+        generation = secrets.token_hex(4)
+        self._tiers.leave_store(generation)
+        with self._lock:
+            # Its name means what others find, too: of that nothing has gone, and what comes is elsewhere.
+            self.media[Tier.STORE] = f"{store}-{generation}"
+            for places in (self._untold, self._announced):
+                for content_id in list(places):
+                    _forget(places, content_id, Tier.STORE)
 
     def _unpin_copied(self) -> None:
         """Let go of what has been copied. Step thread."""
@@ -383,8 +400,8 @@ class TierLink:
         )
 
     def _removed(self, change: TierEvent, events: list[KVEvent]) -> None:
-        _forget(self._untold, change)
-        if not _forget(self._announced, change):
+        _forget(self._untold, change.content_id, change.tier)
+        if not _forget(self._announced, change.content_id, change.tier):
             return
         if change.content_id not in self._announced:
             self._told.pop(change.content_id, None)
@@ -397,14 +414,14 @@ class TierLink:
             events.append(BlockRemoved(block_hashes=[name], medium=medium, group_idx=0))
 
 
-def _forget(places: dict[bytes, set[Tier]], change: TierEvent) -> bool:
+def _forget(places: dict[bytes, set[Tier]], content_id: bytes, tier: Tier) -> bool:
     """Take a block's tier out of `places`; False if it was not there."""
-    tiers = places.get(change.content_id)
-    if tiers is None or change.tier not in tiers:
+    tiers = places.get(content_id)
+    if tiers is None or tier not in tiers:
         return False
-    tiers.discard(change.tier)
+    tiers.discard(tier)
     if not tiers:
-        del places[change.content_id]
+        del places[content_id]
     return True
 
 

@@ -56,7 +56,7 @@ class Bucket:
         self._obstore = obstore
         self._failures = BaseError
         self._absent = (NotFoundError, FileNotFoundError)
-        self._namespace = namespace
+        self.namespace = namespace
         self._home = f"{namespace.hex()}/"
         from datetime import timedelta
 
@@ -97,7 +97,7 @@ class Bucket:
         if raw.nbytes != HEADER_BYTES + target.nbytes:
             raise Corrupt("the object is shorter or longer than its block")
         np.copyto(target, raw[HEADER_BYTES:])
-        return check(raw[:HEADER_BYTES].tobytes(), target, namespace=self._namespace, content_id=content_id)
+        return check(raw[:HEADER_BYTES].tobytes(), target, namespace=self.namespace, content_id=content_id)
 
     def exists(self, content_id: bytes) -> bool:
         """Ask for the object's head."""

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sumibi.core.errors import ConfigError
@@ -34,6 +34,10 @@ _TEMPORARY_OLD_S = 3600.0
 
 class Backend(Protocol):
     """What keeps the blocks. All calls block and raise OSError when it cannot be reached or fails."""
+
+    @property
+    def namespace(self) -> bytes:
+        """Whose blocks are read and written."""
 
     def prepare(self) -> None:
         """Make what is needed once."""
@@ -150,15 +154,16 @@ class SharedStore:
         start_s = time.monotonic()
         header = None
         corrupt = failed = False
+        backend = self._backend
         try:
-            header = self._backend.read(content_id, into)
+            header = backend.read(content_id, into)
             self.rest.worked()
         except Missing:
             pass
         except Corrupt:
             corrupt = True
             with suppress(OSError):
-                self._backend.remove(content_id)
+                backend.remove(content_id)
         except OSError as error:
             failed = True
             self.rest.failed(error)
@@ -185,7 +190,7 @@ class SharedStore:
         try:
             there = self._backend.exists(header.content_id)
             if not there and not full:
-                written = self._backend.write(header, payload)
+                written = self._backend.write(replace(header, namespace=self._backend.namespace), payload)
             self.rest.worked()
         except OSError as error:
             self.rest.failed(error)
@@ -252,6 +257,14 @@ class SharedStore:
         self._backend.clear()
         self._backend.prepare()
 
+    def leave(self, backend: Backend) -> None:
+        """Go on with another namespace: what is there stays for others and is not found here any more. Not
+        while `write` runs; the caller holds the lock. Nothing is announced, for nothing has gone.
+        """
+        self._backend = backend
+        self._known.clear()
+        self._marks.clear()
+
     def _asking(self, index: int, content_id: bytes, answers: dict[int, bool]) -> Callable[[], None]:
         def ask() -> None:
             try:
@@ -297,5 +310,7 @@ class SharedStore:
             self._unswept_bytes = 0
             self._sweep_after_bytes = self._next_sweep()
             self.stats.evicted += len(doomed)
+            ours = self._backend.namespace.hex()
             for file in doomed:
-                self._forget(file.content_id)
+                if file.namespace == ours:
+                    self._forget(file.content_id)

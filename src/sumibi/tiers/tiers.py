@@ -46,6 +46,8 @@ class BlockTiers:
                 "give more, or 0 for no host tier"
             )
         self.block_bytes = block_bytes
+        self._config = config
+        self._named = namespace
         self._namespace = namespace_digest(namespace, block_bytes)
         self._books = books = Books(config.host_bytes, block_bytes, order)
         self._down = Down(books, self._namespace)
@@ -187,6 +189,28 @@ class BlockTiers:
         return stats
 
     # Ends
+
+    def leave_store(self, generation: str) -> None:
+        """Go on in a part of the shared store that `generation` names: what this object has put there is not
+        found by it any more and stays for others, and what it puts there from now on only those find who have
+        left for the same generation. What waits to be written is given up, what is being loaded comes back as
+        None. Nothing where there is no store. Raises OSError where a write hangs, ConfigError or
+        EnvironmentProblem as at the start.
+        """
+        books, config = self._books, self._config.store
+        if books.store is None or config is None:
+            return
+        store = books.store
+        backend = open_backend(
+            config, namespace_digest(f"{self._named}\ngeneration {generation}", self.block_bytes)
+        )
+
+        def leave() -> None:
+            with books.lock:
+                books.epoch += 1  # so that nothing of before is written there
+                store.leave(backend)
+
+        self._down.writers[Tier.STORE].between(leave)
 
     def clear(self, *, shared: bool = True) -> None:
         """Forget and remove everything of this namespace, in the shared store too unless not `shared`. Blocks
