@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sumibi.core.errors import EnvironmentProblem
 from sumibi.tiers import StoreTier, Tier
 
 
@@ -100,6 +101,14 @@ def test_a_bucket_is_bounded(kit, make, server):
         assert tiers.flush(20)
         assert len(list((server / "kv-blocks" / "three").rglob("*.kv"))) <= 20
     assert tiers.stats().tiers[Tier.STORE].evicted >= 28 - 4
+
+
+def test_a_bucket_that_is_not_there_or_not_ours_is_refused_at_the_start(kit, make, server, monkeypatch):
+    with pytest.raises(EnvironmentProblem, match=r"store\.url 's3://other/x' cannot be written"):
+        make(store=StoreTier("s3://other/x", 100 * kit.FILE))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(EnvironmentProblem, match=r"store\.url 's3://kv-blocks/x' cannot be written"):
+        make(store=StoreTier("s3://kv-blocks/x", 100 * kit.FILE))
 
 
 def test_a_server_that_is_gone_costs_one_wait(kit, make, server, monkeypatch):

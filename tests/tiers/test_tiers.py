@@ -347,6 +347,42 @@ def test_a_store_that_is_not_said_in_full_is_told(make, url, message):
         TiersConfig.parse({"store": {"url": url, "bytes": 10000}}, where="flag")
 
 
+def test_a_store_that_may_not_be_written_is_refused_at_the_start(make, kit):
+    with pytest.raises(EnvironmentProblem, match=r"store\.url '/sys/kv' cannot be written.*give a directory"):
+        make(store=StoreTier("/sys/kv", 100 * kit.FILE))  # where even root may not
+
+
+@pytest.mark.parametrize(
+    ("number", "starts"), [(errno.EROFS, False), (errno.EACCES, False), (errno.EIO, True)]
+)
+def test_a_start_tells_a_store_that_is_not_ours_from_one_that_is_down(
+    make, kit, tmp_path, monkeypatch, caplog, number, starts
+):
+    make(store=StoreTier(str(tmp_path), 100 * kit.FILE)).close()  # the directory is there already
+
+    def fail(self, header, payload):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(directory_module.BlockDirectory, "write", fail)
+    if not starts:
+        with pytest.raises(EnvironmentProblem, match=os.strerror(number)):
+            make(store=StoreTier(str(tmp_path), 100 * kit.FILE))
+        return
+    tiers = make(host=10 * kit.BLOCK, store=StoreTier(str(tmp_path), 100 * kit.FILE))
+    assert "going on without it" in caplog.text
+    assert tiers.store(kit.blocks(kit.chain("a", 2))) == 2
+
+
+def test_a_store_that_hangs_at_the_start_is_waited_for_no_longer_than_said(make, kit, tmp_path, monkeypatch):
+    free = threading.Event()
+    monkeypatch.setattr(directory_module.BlockDirectory, "prepare", lambda self: free.wait(5))
+    start_s = time.monotonic()
+    tiers = make(host=10 * kit.BLOCK, store=StoreTier(str(tmp_path), 100 * kit.FILE, timeout_s=0.2))
+    assert 0.2 <= time.monotonic() - start_s < 2
+    assert tiers._books.store.rest.resting
+    free.set()
+
+
 def test_a_store_below_a_share_that_is_not_mounted_is_not_made(make, kit, tmp_path):
     with pytest.raises(EnvironmentProblem, match="share is not there; mount the share"):
         make(store=StoreTier(str(tmp_path / "share" / "kv"), 100 * kit.FILE))

@@ -47,7 +47,12 @@ class Bucket:
         """Raises ConfigError, and EnvironmentProblem where obstore is not installed."""
         try:
             import obstore
-            from obstore.exceptions import BaseError, NotFoundError
+            from obstore.exceptions import (
+                BaseError,
+                NotFoundError,
+                PermissionDeniedError,
+                UnauthenticatedError,
+            )
             from obstore.store import S3Store
         except ImportError as cause:
             raise EnvironmentProblem(
@@ -56,6 +61,7 @@ class Bucket:
         self._obstore = obstore
         self._failures = BaseError
         self._absent = (NotFoundError, FileNotFoundError)
+        self._refusals = (PermissionDeniedError, UnauthenticatedError)
         self.namespace = namespace
         self._home = f"{namespace.hex()}/"
         from datetime import timedelta
@@ -74,12 +80,18 @@ class Bucket:
         """Nothing: a prefix needs no making."""
 
     def write(self, header: Header, payload: Buffer) -> int:
-        """Put one object."""
+        """Put one object. Raises FileNotFoundError where there is no such bucket, PermissionError where these
+        credentials may not.
+        """
         whole = np.empty(HEADER_BYTES + header.payload_bytes, dtype=np.uint8)
         whole[:HEADER_BYTES] = as_bytes(encode_header(header))
         np.copyto(whole[HEADER_BYTES:], as_bytes(payload))
         try:
             self._obstore.put(self._store, self._key(header.content_id), whole.data, use_multipart=False)
+        except self._absent as cause:
+            raise FileNotFoundError(f"put: {_short(cause)}") from cause
+        except self._refusals as cause:
+            raise PermissionError(f"put: {_short(cause)}") from cause
         except self._failures as cause:
             raise OSError(f"put: {_short(cause)}") from cause
         return whole.nbytes

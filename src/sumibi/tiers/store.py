@@ -5,7 +5,9 @@ writes: who has written a few hundredths of the limit lists the store and remove
 over. So with n writers it may be over by about n times that share, for as long as a listing takes.
 """
 
+import errno
 import random
+import secrets
 import threading
 import time
 from collections import OrderedDict, deque
@@ -14,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sumibi.core.errors import ConfigError
-from sumibi.tiers.blockfile import HEADER_BYTES, Corrupt, Header
+from sumibi.core.errors import ConfigError, EnvironmentProblem
+from sumibi.tiers.blockfile import HEADER_BYTES, MAX_ID_BYTES, Corrupt, Header, checksum
 from sumibi.tiers.config import StoreTier
 from sumibi.tiers.directory import Found, Missing
 from sumibi.tiers.disk import MARK_EVERY_S, Announce
@@ -30,6 +32,8 @@ _KNOWN_BLOCKS = 1 << 17
 _MARKS = 4096
 _SWEEP_TO = 0.9
 _TEMPORARY_OLD_S = 3600.0
+_NOT_OURS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError)
+"""Of what fails at the start, beside a read-only file system, what waiting does not mend."""
 
 
 class Backend(Protocol):
@@ -94,6 +98,7 @@ class SharedStore:
                 f"kv tiers: store.bytes {config.bytes} holds no block of {self.file_bytes} bytes; give more"
             )
         self._backend = backend
+        self._url = config.url
         self._limit_bytes = config.bytes
         self.timeout_s = config.timeout_s
         self._lock = lock
@@ -121,6 +126,38 @@ class SharedStore:
     def held_bytes(self) -> int:
         """All namespaces' bytes at the last listing and what was written here since."""
         return self._bytes
+
+    def try_out(self) -> None:
+        """Write a block and take it away again. Raises EnvironmentProblem where this process may not. A
+        store that is down, or gives no answer in `timeout_s`, is no reason not to start: it rests, as it
+        will later.
+        """
+        failures: list[OSError] = []
+        nothing = b"\0"
+        header = Header(
+            self._backend.namespace, secrets.token_bytes(MAX_ID_BYTES), None, len(nothing), checksum(nothing)
+        )
+
+        def put() -> None:
+            try:
+                self._backend.prepare()
+                self._backend.write(header, nothing)
+                self._backend.remove(header.content_id)
+            except OSError as error:
+                failures.append(error)
+
+        in_time = run_until(self.workers, 1, [put], self.timeout_s)
+        if in_time and not failures:
+            return
+        why = failures[0] if failures else TimeoutError("no answer in time")
+        if isinstance(why, _NOT_OURS) or why.errno == errno.EROFS:
+            raise EnvironmentProblem(
+                f"kv tiers: store.url {self._url!r} cannot be written: {why}; give a directory or bucket that"
+                " this user may write to (every engine writes to its store)"
+            ) from why
+        self.rest.failed(why)
+        with self._lock:
+            self.stats.errors += 1
 
     def find(self, ids: Sequence[bytes], parents: Sequence[bytes | None], deadline_s: float) -> int:
         """How many leading `ids` are there, as far as is known by `deadline_s` (monotonic). Those are one

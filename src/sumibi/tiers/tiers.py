@@ -72,7 +72,10 @@ class BlockTiers:
                     announce=books.announce,
                     nudge=self._nudge_store,
                 )
+                books.store.try_out()
             except Exception:
+                if books.store:
+                    books.store.workers.close(0.1)
                 if books.disk:
                     books.disk.close()
                 raise
