@@ -19,11 +19,11 @@ from sumibi.doctor import Check, Verdict
 from sumibi.local.runfile import RunRecord
 from sumibi.local.updown import Report, Running
 from sumibi.routing.decisions import Rerun
-from sumibi.status import Status
+from sumibi.status import Status, TierStatus
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import TaskID
-    from rich.table import Table
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def print_status(status: Status, *, json: bool) -> None:
     console = Console()
     if status.stack is not None:
         console.print(f"{status.stack.url}/v1 serves {status.stack.model}", highlight=False)
-        console.print(_processes(status.stack))
+        _print_table(console, _processes(status.stack))
         for child in status.stack.children:
             if child.exit:
                 console.print(f"{child.name}: last end: {child.exit}", highlight=False, markup=False)
@@ -115,52 +115,96 @@ def print_status(status: Status, *, json: bool) -> None:
         said = f"gateway with its admin door at {status.by_hand}, not started by `sumibi up`"
         console.print(said, highlight=False, soft_wrap=True)
     if status.fleet is not None:
-        console.print(_endpoints(status.fleet))
+        _print_table(console, _endpoints(status.fleet))
         for one in status.fleet.endpoints:
             if one.suspect is not None:
                 console.print(f"{_short(one.endpoint)}: {one.suspect}", highlight=False, markup=False)
+    if status.kv_tiers:
+        _print_table(console, _tiers(status.kv_tiers))
     if status.problem:
         console.print(status.problem, highlight=False, markup=False)
 
 
-def _processes(stack: RunRecord) -> "Table":
-    table = _table("process", "state", "pid", "cores", "restarts")
-    for child in stack.children:
-        cores = ",".join(map(str, child.cores)) or "any"
-        table.add_row(child.name, child.state, str(child.pid or ""), cores, str(child.restarts))
-    return table
+Rows = list[dict[str, str]]
+"""A table: each row's cells by their columns' names, the same in all rows."""
 
 
-def _endpoints(fleet: Fleet) -> "Table":
+def _processes(stack: RunRecord) -> Rows:
+    return [
+        {
+            "process": child.name,
+            "state": child.state,
+            "pid": str(child.pid or ""),
+            "cores": ",".join(map(str, child.cores)) or "any",
+            "restarts": str(child.restarts),
+        }
+        for child in stack.children
+    ]
+
+
+def _endpoints(fleet: Fleet) -> Rows:
     """The caches: how well they are known, how full they are."""
-    table = _table("endpoint", "role", "up", "cache is known", "tokens cached", "requests", "wait s")
-    for one in fleet.endpoints:
-        table.add_row(
-            _short(one.endpoint),
-            one.role + (f" ({one.revision})" if one.revision else ""),
-            "yes" if one.up else "no",
-            one.grade,
-            f"{one.blocks * one.block_tokens} of {one.kv_tokens or '?'}",
-            str(one.inflight),
-            f"{one.wait_s:.2f}",
-        )
-    return table
+    return [
+        {
+            "endpoint": _short(one.endpoint),
+            "role": one.role + (f" ({one.revision})" if one.revision else ""),
+            "up": "yes" if one.up else "no",
+            "cache known": one.grade,
+            "tokens cached": f"{one.blocks * one.block_tokens}/{one.kv_tokens or '?'}",
+            "requests": str(one.inflight),
+            "wait s": f"{one.wait_s:.2f}",
+        }
+        for one in fleet.endpoints
+    ]
+
+
+def _tiers(engines: dict[str, list[TierStatus]]) -> Rows:
+    """What lies below the devices, and of how many prompt tokens the KV came from there."""
+    return [
+        {
+            "engine": _short(url),
+            "KV tier": one.tier,
+            "holds": f"{_size(one.bytes)} of {_size(one.limit_bytes)}",
+            "blocks": str(one.blocks),
+            "of prompts": f"{one.prompt_share:.1%}",
+        }
+        for url, tiers in engines.items()
+        for one in tiers
+    ]
 
 
 def _short(endpoint: str) -> str:
     return endpoint.removeprefix("http://").removesuffix("#0")
 
 
-def _table(*columns: str) -> "Table":
+def _size(size_bytes: int) -> str:
+    """Three digits and the unit that they need."""
+    size, units = float(size_bytes), iter(("B", "KiB", "MiB", "GiB"))
+    for unit in units:
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def _print_table(console: "Console", rows: Rows) -> None:
+    """As a table; where a line has no room for a row, each row as a sentence."""
     from rich.box import SIMPLE_HEAD
+    from rich.measure import Measurement
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD)
-    first, *others = columns
-    table.add_column(first, no_wrap=True)  # a name cut off names nobody; where it is narrow, others wrap
-    for column in others:
-        table.add_column(column)
-    return table
+    if not rows:
+        return
+    table = Table(*rows[0], box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for row in rows:
+        table.add_row(*row.values())
+    if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        (_, name), *others = row.items()
+        said = ", ".join(f"{column} {cell}" for column, cell in others)
+        console.print(f"{name}: {said}", highlight=False, markup=False)
 
 
 def print_checks(checks: list[Check], *, json: bool) -> None:

@@ -4,16 +4,35 @@ A gateway that was started by hand (`sumibi serve`) has no run file; it is asked
 usual port, with the key that it keeps in the same state directory.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from sumibi.admin import ADMIN_KEY_FILE, Admin, Fleet
+from sumibi.admin import ADMIN_KEY_FILE, Admin, Fleet, Sample, metrics
 from sumibi.core.errors import SumibiError
 from sumibi.local.runfile import ChildState, RunRecord, is_running, read_run
 
 ADMIN_PORT = 8080
 """Where `sumibi serve` opens its admin door by default."""
+_ASKED_AT_ONCE = 16
+_SOURCES = {"external_unspecified": "store"}
+"""Tiers by the names that vLLM's metrics have for where cached tokens were, where they differ from ours."""
+
+
+class TierStatus(msgspec.Struct, kw_only=True):
+    """One tier below an engine's device, as the engine counts it; its data-parallel ranks added up."""
+
+    tier: str
+    """`host`, `disk` or `store`."""
+    bytes: int
+    """Held; of a store by all who write to it, as of its last listing."""
+    limit_bytes: int
+    blocks: int
+    """Of a store those that this engine knows of."""
+    prompt_share: float
+    """Of all prompt tokens so far, those whose KV came from there."""
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -29,6 +48,8 @@ class Status(msgspec.Struct, kw_only=True):
     """Why there is no more to say, or empty."""
     stack: RunRecord | None
     fleet: Fleet | None
+    kv_tiers: dict[str, list[TierStatus]] = {}
+    """Of the engines that have any, by URL: see `read_tiers`."""
 
 
 def read_status(state_dir: Path, admin_port: int = ADMIN_PORT) -> Status:
@@ -53,6 +74,56 @@ def read_status(state_dir: Path, admin_port: int = ADMIN_PORT) -> Status:
         and all(endpoint.up for endpoint in fleet.endpoints)
     )
     return Status(running=True, ready=ready, problem=problem, stack=record, fleet=fleet)
+
+
+def read_tiers(fleet: Fleet) -> dict[str, list[TierStatus]]:
+    """What every engine that is up has below its device, by its metrics page. An engine that has no tiers, or
+    does not answer, is left out.
+    """
+    urls = list(dict.fromkeys(one.endpoint.partition("#")[0] for one in fleet.endpoints if one.up))
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
+        pages = threads.map(_page, urls)
+    return {url: tiers for url, page in zip(urls, pages, strict=True) if (tiers := tiers_on(page))}
+
+
+def _page(url: str) -> list[Sample]:
+    try:
+        return metrics(f"{url}/metrics")
+    except SumibiError:
+        return []
+
+
+def tiers_on(page: Sequence[Sample]) -> list[TierStatus]:
+    """The tiers that an engine's metrics page tells of."""
+    sums: dict[tuple[str, str], float] = {}
+    for sample in page:
+        if sample.name.startswith("sumibi:kv_tier_"):
+            place = sample.labels.get("tier", "")
+        else:
+            source = sample.labels.get("source", "")
+            place = _SOURCES.get(source, source)
+        key = (sample.name, place)
+        sums[key] = sums.get(key, 0.0) + sample.value
+    prompts = sums.get(("vllm:prompt_tokens_total", ""), 0.0)
+
+    def of(tier: str, name: str) -> int:
+        return int(sums.get((f"sumibi:kv_tier_{name}", tier), 0))
+
+    def share(tier: str) -> float:
+        found = sums.get(("vllm:prompt_tokens_cached_by_source_total", tier), 0.0)
+        return found / prompts if prompts else 0.0
+
+    return [
+        TierStatus(
+            tier=tier,
+            bytes=of(tier, "bytes"),
+            limit_bytes=of(tier, "limit_bytes"),
+            blocks=of(tier, "blocks"),
+            prompt_share=share(tier),
+        )
+        for tier in ("host", "disk", "store")
+        if of(tier, "limit_bytes")
+    ]
 
 
 def _by_hand(state_dir: Path, admin_url: str) -> Status:

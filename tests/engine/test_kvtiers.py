@@ -12,10 +12,12 @@ import time
 import httpx
 import pytest
 
+from sumibi.admin import metrics
 from sumibi.core.content import content_id, content_root
 from sumibi.core.kvevents import BlockRemoved, BlockStored
 from sumibi.engine import kvtiers
 from sumibi.engine.blocks import wire_hash
+from sumibi.status import TierStatus, tiers_on
 from sumibi.tiers import TiersConfig
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(150)]  # 4 full blocks of 32 can be found again, and 22 tokens
@@ -333,7 +335,22 @@ def test_the_engine_says_how_fast_its_tiers_are_once_it_has_measured(make_served
         assert series(engine, "sumibi:kv_tier_gb_per_s") == {"disk": disk["gb_per_s"]}
 
 
+def test_status_reads_from_an_engine_what_lies_below(make_served, tmp_path):
+    below = tiers(host_bytes="64MiB", store={"url": str(tmp_path), "bytes": "1GiB"})
+    with make_served(kv_tiers=below) as engine:
+        ask(engine, PROMPT)
+        settle(engine)
+        reset(engine)
+        ask(engine, PROMPT)
+        host, store = tiers_on(metrics(f"{engine.http.base_url}/metrics"))
+        assert host == TierStatus(
+            tier="host", bytes=4 * BLOCK_BYTES, limit_bytes=64 << 20, blocks=4, prompt_share=128 / 300
+        )
+        assert (store.tier, store.limit_bytes, store.blocks, store.prompt_share) == ("store", 1 << 30, 4, 0)
+
+
 def test_without_tiers_nothing_is_looked_up_outside(served):
+    assert tiers_on(metrics(f"{served.http.base_url}/metrics")) == []
     assert served.http.get("/kv_event_sources").json()["0"]["kv_tiers"] == []
     assert served.metric("vllm:external_prefix_cache_queries_total") == 0
 

@@ -187,16 +187,18 @@ _SHOWS = {Demo.AGENTS: _show_agents, Demo.PD: _show_pd, Demo.TIERS: _show_tiers}
 
 
 def status(json: Json = False, admin_port: AdminPort = 8080) -> None:
-    """What runs on this machine: processes, endpoints, how well their caches are known.
+    """What runs on this machine: processes, endpoints, how well their caches are known, KV below devices.
 
     Without a stack of `sumibi up`, a gateway of `sumibi serve` is looked for at the admin port.
 
     The exit code is 0 if everything is ready, 1 if not (or nothing runs).
     """
     from sumibi import console
-    from sumibi.status import read_status
+    from sumibi.status import read_status, read_tiers
 
     found = read_status(_state_dir(), admin_port)
+    if found.fleet is not None:
+        found.kv_tiers = read_tiers(found.fleet)
     console.print_status(found, json=json)
     raise typer.Exit(0 if found.ready else 1)
 
