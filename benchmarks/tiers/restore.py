@@ -42,7 +42,7 @@ def measure(
 
         copier, host, disk = (worker(name, name) for name in ("copy", "host", "disk"))
         blocks = [Path(path) for path in disk.ask({"do": "fill"})]
-        assert len(blocks) == BLOCKS
+        assert sum(path.stat().st_size // BLOCK_BYTES for path in blocks) == BLOCKS
         whole = directory / "whole"
         with whole.open("wb") as file:
             for path in blocks:

@@ -19,6 +19,7 @@ from sumibi.engine import kvtiers
 from sumibi.engine.blocks import wire_hash
 from sumibi.status import TierStatus, tiers_on
 from sumibi.tiers import TiersConfig
+from sumibi.tiers.blockfile import HEADER_BYTES, decode_header
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(150)]  # 4 full blocks of 32 can be found again, and 22 tokens
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 32  # keys and values, layers, heads, dimensions, float32, tokens
@@ -41,8 +42,14 @@ def settle(engine):
     assert engine.door.tiers._tiers.flush(10)
 
 
-def block_files(directory):
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 10_000)
+def blocks_in(directory):
+    """File and end of every block, in bytes from the file's start."""
+    found = []
+    for path in sorted(directory.rglob("*.kv")):
+        content = path.read_bytes()
+        each = HEADER_BYTES + decode_header(content[:HEADER_BYTES]).payload_bytes
+        found += [(path, end) for end in range(each, len(content) + 1, each)]
+    return found
 
 
 def reset(engine, query=""):
@@ -143,13 +150,11 @@ def test_a_corrupt_file_is_computed_and_counted(make_served, tmp_path):
     with make_served(kv_tiers=below) as engine:
         tokens, logprobs, _ = ask(engine, PROMPT)
         settle(engine)
-        files = sorted(
-            path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 10_000
-        )
-        assert len(files) == 4
-        for path in files:
+        blocks = blocks_in(tmp_path)
+        assert len(blocks) == 4
+        for path, end in blocks:
             content = bytearray(path.read_bytes())
-            content[-1000] ^= 1
+            content[end - 1000] ^= 1
             path.write_bytes(content)
         reset(engine)
         again, same, usage = ask(engine, PROMPT)
@@ -384,7 +389,7 @@ def test_an_engine_killed_and_started_again_finds_its_blocks_on_disk(tmp_path):
     with engine_process(tmp_path) as (process, url):
         tokens, _ = complete(url)
         deadline = time.monotonic() + 20
-        while len(block_files(tmp_path)) < 4:
+        while len(blocks_in(tmp_path)) < 4:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         time.sleep(0.2)

@@ -117,6 +117,34 @@ def test_killed_at_any_point(kit, make, writers, tmp_path):
     assert found >= 10
 
 
+def test_killed_at_any_point_with_several_blocks_in_a_file(kit, make, writers, tmp_path):
+    disk = DiskTier(str(tmp_path / "disk"), 64 * 4 * kit.FILE)  # a 64th of it is four blocks
+    writer = writers(f'{{"host_bytes": 12000, "disk": {{"path": "{disk.path}", "bytes": {disk.bytes}}}}}')
+    chance = random.Random(5)
+    turn = found = 0
+    for _ in range(8):
+        writer.start(turn)
+        time.sleep(chance.uniform(0.0, 0.1))
+        turns = writer.kill()
+        tiers = make(disk=disk)
+        assert tiers.flush(10)
+        files = list(tmp_path.rglob("*.kv"))
+        sizes = {path.stat().st_size / kit.FILE for path in files}
+        assert sizes <= {1, 2, 3, 4}
+        assert max(sizes) > 1 or not turns
+        assert sum(path.stat().st_size for path in files) <= disk.bytes
+        end = turns[-1] + 1 if turns else turn
+        for at in range(max(0, end - 12), end + 1):
+            kit.load(tiers, kit.chain(str(at), 6))  # asserts that what comes is right
+        for at in turns[-4:]:
+            assert kit.load(tiers, kit.chain(str(at), 6)) == [Tier.DISK] * 6
+            found += 1
+        assert tiers.stats().tiers[Tier.DISK].corrupt == 0
+        tiers.close()
+        turn = end
+    assert found >= 10
+
+
 def test_processes_share_a_directory_and_one_is_killed(kit, make, writers, tmp_path):
     store = StoreTier(str(tmp_path / "store"), 90 * kit.FILE)
     config = f'{{"host_bytes": 12000, "store": {{"url": "{store.url}", "bytes": {store.bytes}}}}}'

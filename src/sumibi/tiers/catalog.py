@@ -2,7 +2,8 @@
 
 A block whose descendant lies in the same tier is kept: without its ancestors a block is of no use, so
 chains go from the end. Among the others the one of lowest rank goes. An `Order` gives a block its rank
-each time it is used; the default is the time of last use (LRU).
+each time it is used; the default is the time of last use (LRU). Blocks that lie in one file are one entry:
+they are used, followed and removed together.
 """
 
 import heapq
@@ -13,10 +14,12 @@ from itertools import count
 
 @dataclass(slots=True)
 class Entry:
-    """One block in one tier."""
+    """One block in one tier, or a run of a chain that lies in one place there."""
 
     content_id: bytes
+    """Of the first block."""
     parent: bytes | None
+    """Of the first block."""
     size_bytes: int
     place: int = -1
     """Slot number in host memory; not used on disk."""
@@ -37,6 +40,13 @@ class Entry:
     """It left its tier while pinned; its place is free once the last reader is done."""
     queued: bool = False
     """It stands in the heap of candidates (with this rank or an older one)."""
+    more: tuple[bytes, ...] = ()
+    """Blocks of the same place that follow the first, in order."""
+
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        """All its blocks, in order."""
+        return (self.content_id, *self.more)
 
 
 Order = Callable[[Entry], float]
@@ -57,9 +67,9 @@ class Catalog:
         self.bytes = 0
         self._order = order
         self._entries: dict[bytes, Entry] = {}
-        # How many blocks here follow each id, which may itself be elsewhere.
+        # How many entries here follow each id, which may itself be elsewhere.
         self._followers: dict[bytes, int] = {}
-        # Blocks without followers, by rank; stale entries are sorted out as they come up.
+        # Entries without followers, by rank; stale entries are sorted out as they come up.
         self._heap: list[tuple[float, int, Entry]] = []
         self._uses = count(1)
         self._ties = count()
@@ -71,10 +81,10 @@ class Catalog:
         return content_id in self._entries
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        return (entry for content_id, entry in self._entries.items() if content_id == entry.content_id)
 
     def get(self, content_id: bytes) -> Entry | None:
-        """The entry, or None."""
+        """The entry that a block is in, or None."""
         return self._entries.get(content_id)
 
     def add(
@@ -85,17 +95,19 @@ class Catalog:
         *,
         place: int = -1,
         used: int | None = None,
+        more: tuple[bytes, ...] = (),
     ) -> Entry:
-        """A block came. It must not be here yet. `used`: when it was used last, None for just now; numbers
-        below 0 are before all that happens in this life.
+        """A block came, and `more` in the same place. None of them may be here yet. `used`: when it was used
+        last, None for just now; numbers below 0 are before all that happens in this life.
         """
-        if parent == content_id:
+        if parent == content_id or parent in more:
             parent = None
         if used is None:
             used = next(self._uses)
-        entry = Entry(content_id, parent, size_bytes, place, used)
+        entry = Entry(content_id, parent, size_bytes, place, used, more=more)
         entry.rank = self._order(entry)
-        self._entries[content_id] = entry
+        for each in entry.ids:
+            self._entries[each] = entry
         self.bytes += size_bytes
         if parent is not None:
             self._followers[parent] = self._followers.get(parent, 0) + 1
@@ -112,10 +124,12 @@ class Catalog:
         return entry
 
     def remove(self, content_id: bytes) -> Entry | None:
-        """A block left."""
-        entry = self._entries.pop(content_id, None)
+        """A block left, with all that lie in the same place."""
+        entry = self._entries.get(content_id)
         if entry is None:
             return None
+        for each in entry.ids:
+            del self._entries[each]
         self.bytes -= entry.size_bytes
         parent = entry.parent
         if parent is not None:
@@ -131,13 +145,13 @@ class Catalog:
         return entry
 
     def victim(self) -> Entry | None:
-        """The block that should go next; None where each chain's end is pinned. It stays until `remove`."""
+        """What should go next; None where each chain's end is pinned. It stays until `remove`."""
         aside: list[Entry] = []
         found = None
         while self._heap and found is None:
             rank, _, entry = heapq.heappop(self._heap)
             entry.queued = False
-            if self._entries.get(entry.content_id) is not entry or entry.content_id in self._followers:
+            if self._entries.get(entry.content_id) is not entry or self._followed(entry):
                 continue
             if entry.pins:
                 aside.append(entry)
@@ -154,9 +168,12 @@ class Catalog:
         return found
 
     def _offer(self, entry: Entry) -> None:
-        if not entry.queued and entry.content_id not in self._followers:
+        if not entry.queued and not self._followed(entry):
             entry.queued = True
             heapq.heappush(self._heap, (entry.rank, next(self._ties), entry))
+
+    def _followed(self, entry: Entry) -> bool:
+        return any(each in self._followers for each in entry.ids)
 
     def _rebuild(self) -> None:
         self._heap.clear()

@@ -1,6 +1,10 @@
-"""Blocks as files under a directory, one file each: the disk tier's and the shared directory's format.
+"""Blocks as files under a directory: the disk tier's and the shared directory's format.
 
     ROOT/<namespace, 32 hex digits>/<last two digits of the id>/<id in hex>.kv
+
+In a shared directory each block is a file, found by its name. On a disk of its own a process may put several
+blocks of a chain into one file, one after the other: the name is the first one's, the others are found by
+whoever read the file's headers.
 
 A file is written under a temporary name and renamed, so whoever opens a name finds a whole file, whatever
 was killed when. It is not synced: a cache may lose its last seconds when the power goes, and what was torn
@@ -70,7 +74,17 @@ class BlockDirectory:
 
     def write(self, header: Header, payload: Buffer) -> int:
         """Put one block; the bytes of its file. Raises OSError, leaving nothing behind."""
-        path = self.path(header.content_id)
+        return self.write_run([(header, payload)])
+
+    def write_run(self, blocks: Sequence[tuple[Header, Buffer]]) -> int:
+        """Put some blocks into one file; its bytes. Raises OSError, leaving nothing behind."""
+        path = self.path(blocks[0][0].content_id)
+        parts = [
+            memoryview(part).cast("B")
+            for header, payload in blocks
+            for part in (encode_header(header), payload)
+        ]
+        size_bytes = sum(part.nbytes for part in parts)
         folder = os.path.dirname(path)
         temporary = f"{folder}/{_TEMPORARY}{_HERE}-{os.getpid()}-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -81,7 +95,7 @@ class BlockDirectory:
                 os.makedirs(folder, exist_ok=True)
                 fd = os.open(temporary, flags, 0o644)
             try:
-                _write_all(fd, [memoryview(encode_header(header)), memoryview(payload).cast("B")])
+                _write_all(fd, parts)
             finally:
                 os.close(fd)
             os.rename(temporary, path)
@@ -89,20 +103,30 @@ class BlockDirectory:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        return HEADER_BYTES + header.payload_bytes
+        return size_bytes
 
-    def read_direct(self, content_id: bytes, reads: DirectReads) -> tuple[Header, Bytes]:
-        """The block, checked, in memory that the calling thread's next read fills anew.
+    def read_run(
+        self, ids: Sequence[bytes], first: int, end: int, reads: DirectReads
+    ) -> list[tuple[Header, Bytes] | None]:
+        """Blocks `first` to before `end` of the file in which `ids` lie, in memory that the calling thread's
+        next read fills anew; None for one that is not, whole and unchanged, what it should be.
 
-        Raises Missing, Corrupt or OSError.
+        Raises Missing, Corrupt (the file is longer or shorter than it should be) or OSError.
         """
+        each = reads.block_bytes
         try:
-            raw = reads.read(self.path(content_id))
+            raw = reads.read(self.path(ids[0]), len(ids) * each, first * each, (end - first) * each)
         except FileNotFoundError:
             raise Missing from None
+        return [self._checked(raw[i * each : (i + 1) * each], ids[first + i]) for i in range(end - first)]
+
+    def _checked(self, raw: Bytes, content_id: bytes) -> tuple[Header, Bytes] | None:
         payload = raw[HEADER_BYTES:]
         head = raw[:HEADER_BYTES].tobytes()
-        return check(head, payload, namespace=self.namespace, content_id=content_id), payload
+        try:
+            return check(head, payload, namespace=self.namespace, content_id=content_id), payload
+        except Corrupt:
+            return None
 
     def read(self, content_id: bytes, into: Buffer) -> Header:
         """Fill `into` with the block and check it there. Raises Missing, Corrupt or OSError; `into` is then
@@ -175,19 +199,26 @@ class BlockDirectory:
                                 stat = file.stat(follow_symlinks=False)
                                 yield Found(file.path, file.name, namespace.name, stat.st_size, stat.st_mtime)
 
-    def header_of(self, found: Found) -> Header | None:
-        """What a listed file of this namespace says of itself; None where it is none of ours or misshapen."""
+    def headers_of(self, found: Found, block_bytes: int) -> list[Header]:
+        """What a listed file of this namespace says is in it, blocks of `block_bytes` bytes with their
+        headers; nothing where it is none of ours or misshapen.
+        """
+        count, rest = divmod(found.size_bytes, block_bytes)
+        if rest:
+            return []
         try:
             with open(found.path, "rb", buffering=0) as file:
-                header = decode_header(file.read(HEADER_BYTES))
+                headers = [
+                    decode_header(os.pread(file.fileno(), HEADER_BYTES, i * block_bytes))
+                    for i in range(count)
+                ]
         except (OSError, Corrupt):
-            return None
-        fits = (
-            header.namespace == self.namespace
-            and found.name == header.content_id.hex() + SUFFIX
-            and found.size_bytes == HEADER_BYTES + header.payload_bytes
+            return []
+        fits = all(
+            header.namespace == self.namespace and header.payload_bytes == block_bytes - HEADER_BYTES
+            for header in headers
         )
-        return header if fits else None
+        return headers if fits and headers and found.name == headers[0].content_id.hex() + SUFFIX else []
 
     def _clock_s(self) -> float:
         """The time as the file system tells it: its files are stamped by it, not by this host's clock."""

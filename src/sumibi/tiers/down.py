@@ -107,32 +107,37 @@ class Down:
         """One batch, on a writing thread."""
         if isinstance(lower, SharedStore):
             lower.make_room(len(jobs))
-            run_together(lower.workers, 3, [partial(self._write_one, lower, job) for job in jobs])
+            run_together(lower.workers, 3, [partial(self._write_some, lower, [job]) for job in jobs])
         else:
-            for job in jobs:
-                self._write_one(lower, job)
+            self._write_some(lower, jobs)
 
-    def _write_one(self, lower: Lower, job: Job) -> None:
+    def _write_some(self, lower: Lower, jobs: list[Job]) -> None:
         books = self._books
-        entry = job.entry
         try:
             if lower.rest.resting:
                 with books.lock:
-                    lower.stats.dropped += 1
-            elif job.epoch == books.epoch:
-                payload = books.host.view(entry.place)
-                if not entry.checksum:
-                    entry.checksum = checksum(payload)
-                lower.write(
-                    Header(
-                        self._namespace, entry.content_id, entry.parent, books.block_bytes, entry.checksum
-                    ),
-                    payload,
-                )
+                    lower.stats.dropped += len(jobs)
+            else:
+                blocks = [self._block(job.entry) for job in jobs if job.epoch == books.epoch]
+                if isinstance(lower, SharedStore):
+                    for header, payload in blocks:
+                        lower.write(header, payload)
+                else:
+                    lower.write(blocks)
         finally:
             with books.lock:
-                entry.waiting &= ~_bit(lower)
-                books.host.unpin(entry)
+                for job in jobs:
+                    job.entry.waiting &= ~_bit(lower)
+                    books.host.unpin(job.entry)
+
+    def _block(self, entry: Entry) -> tuple[Header, Bytes]:
+        payload = self._books.host.view(entry.place)
+        if not entry.checksum:
+            entry.checksum = checksum(payload)
+        header = Header(
+            self._namespace, entry.content_id, entry.parent, self._books.block_bytes, entry.checksum
+        )
+        return header, payload
 
 
 def _bit(lower: Lower) -> int:

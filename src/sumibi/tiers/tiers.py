@@ -26,7 +26,7 @@ from sumibi.tiers.up import Up
 from sumibi.tiers.words import Buffer, Tier, TierEvent, TiersStats
 
 POPULATING = "kv-host-memory"
-"""Name of the thread that has the system find host memory; it ends when that is done."""
+"""Name of the thread that has the system find memory; it ends when that is done."""
 
 
 class BlockTiers:
@@ -80,12 +80,13 @@ class BlockTiers:
                     books.disk.close()
                 raise
         self._down.start()
-        if books.keeps_host:
-            threading.Thread(target=self._populate, name=POPULATING, daemon=True).start()
+        threading.Thread(target=self._populate, name=POPULATING, daemon=True).start()
 
     def _populate(self) -> None:
         give_way()
-        self._books.host.populate(lambda: self._books.closed)
+        self._up.prepare()
+        if self._books.keeps_host:
+            self._books.host.populate(lambda: self._books.closed)
 
     def _nudge_store(self) -> None:
         self._down.writers[Tier.STORE].nudge()

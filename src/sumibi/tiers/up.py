@@ -9,7 +9,7 @@ import numpy as np
 
 from sumibi.tiers.books import Books
 from sumibi.tiers.catalog import Entry
-from sumibi.tiers.disk import DiskFiles
+from sumibi.tiers.disk import DiskFiles, Stretch
 from sumibi.tiers.down import Down
 from sumibi.tiers.host import Bytes
 from sumibi.tiers.landing import Landing
@@ -34,6 +34,11 @@ class Up:
         self._readers = Workers("kv-disk-read", _READERS, 256)
         self.loading = 0
         """Callers who wait for blocks."""
+
+    def prepare(self) -> None:
+        """Have memory ready for what will be read."""
+        if self._books.disk:
+            self._books.disk.prepare(_READERS)
 
     def load(self, ids: Sequence[bytes], targets: Sequence[Bytes]) -> list[Tier | None]:
         """See `BlockTiers.load`."""
@@ -100,16 +105,17 @@ class Up:
     def _from_disk(
         self, disk: DiskFiles, ids: Sequence[bytes], landing: Landing, keep: Callable[[], None]
     ) -> None:
-        def read(i: int) -> None:
-            if found := disk.read(ids[i]):
-                landing.put(i, found[1], Tier.DISK, found[0])
+        def read(stretch: Stretch) -> None:
+            for i, header, payload in disk.read(stretch):
+                landing.put(i, payload, Tier.DISK, header)
 
         books = self._books
         with books.lock:
-            there = [i for i in landing.missing if ids[i] in disk.catalog]
-        if not there:
+            stretches = disk.stretches(ids, landing.missing)
+        if not stretches:
             return
-        jobs = [partial(read, i) for i in there]
+        there = [i for stretch in stretches for i, _ in stretch.wanted]
+        jobs = [partial(read, stretch) for stretch in stretches]
         done = run_unless_stuck(self._readers, _READERS, jobs, _STUCK_S, keep)
         if not done:
             landing.close()

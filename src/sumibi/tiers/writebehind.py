@@ -12,6 +12,8 @@ from sumibi.tiers.catalog import Entry
 
 _log = logging.getLogger(__name__)
 BATCH_BLOCKS = 16
+GATHER_S = 0.25
+"""A block waits at most so long for others to be written with it."""
 _HANGS_S = 30.0
 
 
@@ -43,6 +45,11 @@ class WriteBehind:
         self._chores = chores
         self._every_s = every_s
         self._queue: deque[Job] = deque()
+        self._enough = max(1, min(BATCH_BLOCKS, limit_blocks // 2))
+        self._oldest_s = 0.0
+        """When the first of those that wait came."""
+        self._hurried = 0
+        """How many wait for the queue to be empty."""
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._busy = True
@@ -59,8 +66,11 @@ class WriteBehind:
         with self._changed:
             if self._closed or len(self._queue) >= self._limit:
                 return False
+            if not self._queue:
+                self._oldest_s = time.monotonic()
             self._queue.append(job)
-            self._changed.notify_all()
+            if len(self._queue) == 1 or len(self._queue) >= self._enough:
+                self._changed.notify_all()
         return True
 
     def nudge(self) -> None:
@@ -91,9 +101,14 @@ class WriteBehind:
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued is written (or given up); False if that took too long."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closed or (not self._queue and not self._busy), timeout_s
-            )
+            self._hurried += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(
+                    lambda: self._closed or (not self._queue and not self._busy), timeout_s
+                )
+            finally:
+                self._hurried -= 1
 
     def close(self, timeout_s: float) -> list[Job]:
         """Stop after the batch in hand; what was not written. The thread is left behind if it hangs."""
@@ -111,11 +126,13 @@ class WriteBehind:
                 while True:
                     now_s = time.monotonic()
                     due = self._nudged or now_s >= next_s
-                    if self._closed or due or self._queue:
+                    gathered_s = self._oldest_s + GATHER_S if self._queue else float("inf")
+                    enough = self._hurried or len(self._queue) >= self._enough or now_s >= gathered_s
+                    if self._closed or due or (self._queue and enough):
                         break
                     self._busy = False
                     self._changed.notify_all()
-                    self._changed.wait(min(next_s - now_s, threading.TIMEOUT_MAX))
+                    self._changed.wait(min(min(next_s, gathered_s) - now_s, threading.TIMEOUT_MAX))
                 if self._closed:
                     self._busy = False
                     self._changed.notify_all()
@@ -123,6 +140,7 @@ class WriteBehind:
                 self._busy = True
                 self._nudged = False
                 batch = [] if due else [self._queue.popleft() for _ in range(self._take())]
+                self._oldest_s = time.monotonic()
             try:
                 with self._writing:
                     if due:

@@ -111,7 +111,7 @@ def test_a_load_ends_at_the_first_block_that_is_missing(start, device, kit):
 
 
 def test_a_broken_file_is_missing(start, device, kit, tmp_path):
-    worker = start(disk=DiskTier(str(tmp_path), 1 << 20))
+    worker = start(disk=DiskTier(str(tmp_path), 10_000))  # small: a block a file
     names = kit.chain("a", 4)
     down(worker, names, range(4))
     kit.wait_for(lambda: len(list(tmp_path.glob("*/*/*.kv"))) == 4)
@@ -144,7 +144,7 @@ def test_a_block_that_was_there_already_is_confirmed(start, kit):
 
 def test_a_new_generation_clears_its_own_tiers_and_leaves_the_store_to_others(start, make, kit, tmp_path):
     store = StoreTier(str(tmp_path / "store"), 1 << 20)
-    worker = start(host=10_000, disk=DiskTier(str(tmp_path / "disk"), 1 << 20), store=store)
+    worker = start(host=10_000, disk=DiskTier(str(tmp_path / "disk"), 10_000), store=store)
     names = kit.chain("a", 4)
     down(worker, names, range(4))
     kit.wait_for(lambda: len(list(tmp_path.glob("*/*/*/*.kv"))) == 8)
