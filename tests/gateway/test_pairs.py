@@ -217,6 +217,37 @@ async def test_without_a_word_of_the_prefill_engine_nothing_counts_as_cached(lab
         await kit.settled()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("told", [{"device": 1, "host": 1}, None])
+async def test_tiers_are_the_prefill_engine_s_if_it_tells_them(lab, pools, behaviours, stream, told):
+    def usage(by_tier):
+        details = {"cached_tokens": 2} | ({"cached_tokens_by_tier": by_tier} if by_tier else {})
+        return USAGE | {"prompt_tokens_details": details}
+
+    theirs = {"device": 1, "p2p": 1}
+    async with lab() as it:
+        kit = pools(it)
+        await kit.start()
+        kit.p[0].behave = behaviours.status(200, answer(usage=usage(told)))
+        if stream:
+            events = [behaviours.token_event("a"), "data: " + json.dumps({"usage": usage(theirs)}) + "\n\n"]
+            body = "".join([*events, "data: [DONE]\n\n"])
+            wire = behaviours.stream_head + behaviours.chunk(body) + b"0\r\n\r\n"
+            kit.d[0].behave = behaviours.in_pieces(wire, 17)
+        else:
+            kit.d[0].behave = behaviours.status(200, {"choices": [], "usage": usage(theirs)})
+        got = await it.ask(body={**CHAT, "stream": stream})
+        shown = json.loads(got.events[1]) if stream else got.json
+        by_tier = told or theirs
+        assert shown["usage"]["prompt_tokens_details"] == {
+            "cached_tokens": 2,
+            "cached_tokens_by_tier": by_tier,
+        }
+        (record,) = it.usage_records()
+        assert (record["cached_tokens"], record["cached_by_tier"]) == (2, by_tier)
+        await kit.settled()
+
+
 BAD_PARAMETERS = [
     None,
     {},

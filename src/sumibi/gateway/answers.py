@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
+from sumibi.engines.usage import tiers_of
+
 _EVENT_END = b"\n\n"
 _CRLF_EVENT_END = b"\r\n\r\n"
 _MAX_HELD_BYTES = 256 * 1024
 """An unfinished event longer than this is passed on as it is."""
 _MAX_JSON_BYTES = 8 * 1024 * 1024
 """Longer answers without streaming are passed through and their usage is not read."""
-_MAX_TIERS = 8
 _LAST_EVENTS = 4
 """How many of the last events are searched for usage, and for an error."""
 
@@ -34,6 +35,14 @@ class Usage(msgspec.Struct, frozen=True):
     """True if the engine said so; False if counted here."""
     cached_by_tier: dict[str, int] | None = None
     """`cached_tokens` by where they were, if the engine tells."""
+
+
+class Cached(msgspec.Struct, frozen=True):
+    """What of a prompt an engine had, as another engine's answer is to say."""
+
+    tokens: int
+    by_tier: dict[str, int] | None = None
+    """None: leave what is said of it."""
 
 
 class _Details(msgspec.Struct):
@@ -63,7 +72,7 @@ class EventStream:
     def __init__(self) -> None:
         self.events = 0
         """Whole events passed, `[DONE]` among them."""
-        self.cached_tokens: int | None = None
+        self.cached: Cached | None = None
         """What the usage is to say instead of the engine's word; None: leave it."""
         self._held = bytearray()
         self._last: list[bytes] = []  # the last blocks of whole events, newest last
@@ -116,8 +125,8 @@ class EventStream:
 
     def _passed(self, block: bytes) -> bytes:
         """Take note of whole events, and give them back as they are to go on."""
-        if self.cached_tokens is not None:
-            block = _events_with_cached(block, self.cached_tokens)
+        if self.cached is not None:
+            block = _events_with_cached(block, self.cached)
         self.events += block.count(_EVENT_END) + block.count(_CRLF_EVENT_END)
         self._last.append(block)
         if len(self._last) > _LAST_EVENTS:
@@ -129,7 +138,7 @@ class JsonAnswer:
     """The body of an answer without streaming: kept (references only) until its usage can be read."""
 
     def __init__(self) -> None:
-        self.cached_tokens: int | None = None
+        self.cached: Cached | None = None
         """As of `EventStream`: only `whole` heeds it."""
         self._pieces: list[bytes] = []
         self._bytes = 0
@@ -147,8 +156,8 @@ class JsonAnswer:
         if self._bytes > _MAX_JSON_BYTES:
             return None
         body = b"".join(self._pieces)
-        if self.cached_tokens is not None:
-            body = with_cached(body, self.cached_tokens)
+        if self.cached is not None:
+            body = with_cached(body, self.cached)
         self._pieces = [body]
         return body
 
@@ -167,8 +176,8 @@ class JsonAnswer:
         return _usage(answer) if answer is not None else None
 
 
-def with_cached(answer: bytes, cached_tokens: int) -> bytes:
-    """A JSON answer (or chunk of one) whose usage says `cached_tokens`; unchanged if it has no usage.
+def with_cached(answer: bytes, cached: Cached) -> bytes:
+    """A JSON answer (or chunk of one) whose usage says what `cached` does; unchanged if it has no usage.
 
     Every other value stays as it was written. Streams of `/v1/responses` have the answer within an event.
     """
@@ -176,7 +185,7 @@ def with_cached(answer: bytes, cached_tokens: int) -> bytes:
         fields = _fields.decode(answer)
         if "usage" not in fields and "response" in fields:
             inside = bytes(fields["response"])
-            changed = with_cached(inside, cached_tokens)
+            changed = with_cached(inside, cached)
             return (
                 answer
                 if changed is inside
@@ -188,11 +197,13 @@ def with_cached(answer: bytes, cached_tokens: int) -> bytes:
         inner: dict[str, Any] = dict(_fields.decode(details)) if details not in (None, _NULL) else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
         return answer
-    inner["cached_tokens"] = cached_tokens
+    inner["cached_tokens"] = cached.tokens
+    if cached.by_tier is not None:
+        inner["cached_tokens_by_tier"] = cached.by_tier
     return msgspec.json.encode({**fields, "usage": {**usage, name: inner}})
 
 
-def _events_with_cached(block: bytes, cached_tokens: int) -> bytes:
+def _events_with_cached(block: bytes, cached: Cached) -> bytes:
     """The same for a block of whole events."""
     if b'"usage"' not in block:
         return block
@@ -200,7 +211,7 @@ def _events_with_cached(block: bytes, cached_tokens: int) -> bytes:
     for at, line in enumerate(lines):
         if line.startswith(b"data:") and b'"usage"' in line:
             data = line[5:].strip()
-            changed = with_cached(data, cached_tokens)
+            changed = with_cached(data, cached)
             if changed is not data:
                 lines[at] = b"data: " + changed + (b"\r" if line.endswith(b"\r") else b"")
     return b"\n".join(lines)
@@ -229,14 +240,5 @@ def _usage(answer: _Answer) -> Usage | None:
     if min(prompt or 0, cached or 0, output or 0) < 0 or (cached or 0) > (prompt or 0):
         return None
     details = usage.prompt_tokens_details
-    by_tier = None if details is None else _by_tier(details.cached_tokens_by_tier)
+    by_tier = None if details is None else tiers_of(details.cached_tokens_by_tier)
     return Usage(prompt, cached, output, exact=True, cached_by_tier=by_tier)
-
-
-def _by_tier(said: object) -> dict[str, int] | None:
-    """Of a few tiers, tokens; None if an engine says something else under this name."""
-    try:
-        tiers = msgspec.convert(said, dict[str, int])
-    except msgspec.ValidationError:
-        return None
-    return tiers if len(tiers) <= _MAX_TIERS and min(tiers.values(), default=0) >= 0 else None

@@ -15,7 +15,7 @@ import msgspec
 
 from sumibi.engines.connectors import PrefillAnswer
 from sumibi.gateway import pairs
-from sumibi.gateway.answers import Usage
+from sumibi.gateway.answers import Cached, Usage
 from sumibi.gateway.errors import error_body
 from sumibi.gateway.headers import forwarded
 from sumibi.gateway.http1 import Connection, Header, Request
@@ -122,7 +122,7 @@ class Completion:
         self._call: Call | None = None
         self._pair: Pair | None = None
         self._kept: Pair | None = None  # its parameters have not reached any decode engine
-        self._cached_tokens: int | None = None  # of a pair, by its prefill half
+        self._cached: Cached | None = None  # of a pair, by its prefill half
         self._overdue: asyncio.TimerHandle | None = None
         self._queued_t: float | None = None  # since when it waits for its first endpoint
         self._arrived = False  # the router knows of the request
@@ -175,7 +175,7 @@ class Completion:
         self.decision = instruction.decision
         self.prefill = instruction.prefill or ""
         self._reply.anew()
-        self._cached_tokens = None
+        self._cached = None
         self._drop_pair()
         if instruction.prefill is None:
             self._send(self._body)
@@ -245,8 +245,8 @@ class Completion:
         cached_tokens = answer.cached_tokens
         if cached_tokens is None and pair.connector.takes is not None:
             cached_tokens = 0  # else the client would be told that all of it was, by the decode engine
-        self._cached_tokens = cached_tokens
-        self._reply.cached_tokens(cached_tokens)
+        self._cached = None if cached_tokens is None else Cached(cached_tokens, answer.cached_by_tier)
+        self._reply.tell_cached(self._cached)
         shell = self._shell
         if not self._reply.answered:
             shell.tell(
@@ -319,7 +319,7 @@ class Completion:
         """The engine's status decides what becomes of the attempt."""
         self._reply.head(status, headers)
         if 200 <= status < 300:
-            self._reply.read(self._cached_tokens)
+            self._reply.read(self._cached)
             return
         reason = FinishReason.REJECTED
         if status >= 500 or status == 429:
@@ -504,6 +504,8 @@ class Completion:
     def _usage(self) -> Usage:
         """Token counts of the whole answer: the engine's, else counted here."""
         usage = self._reply.usage(chat=self.asked.kind is PromptKind.CHAT)
-        if self._cached_tokens is not None:  # the answer may have passed before this was known
-            usage = msgspec.structs.replace(usage, cached_tokens=self._cached_tokens)
+        cached = self._cached
+        if cached is not None:  # the answer may have passed before this was known
+            by_tier = usage.cached_by_tier if cached.by_tier is None else cached.by_tier
+            usage = msgspec.structs.replace(usage, cached_tokens=cached.tokens, cached_by_tier=by_tier)
         return usage

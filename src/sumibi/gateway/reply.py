@@ -5,7 +5,7 @@ breaks ends with an error event and a proper end, any other answer by cutting th
 cannot pass for whole.
 """
 
-from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
+from sumibi.gateway.answers import Cached, EventStream, JsonAnswer, Usage
 from sumibi.gateway.errors import error_body, error_event
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, response_head
 from sumibi.routing.events import FinishReason
@@ -59,19 +59,19 @@ class Reply:
         """The head came."""
         self.status, self._headers = status, headers
 
-    def read(self, cached_tokens: int | None) -> None:
-        """It is a good one, so its body is read. `cached_tokens`: see there."""
+    def read(self, cached: Cached | None) -> None:
+        """It is a good one, so its body is read. `cached`: see `tell_cached`."""
         if _value(self._headers, b"content-type").startswith(b"text/event-stream"):
             self.events = EventStream()
         else:
             self.json = JsonAnswer()
-        self.cached_tokens(cached_tokens)
+        self.tell_cached(cached)
 
-    def cached_tokens(self, cached_tokens: int | None) -> None:
+    def tell_cached(self, cached: Cached | None) -> None:
         """What the answer's usage is to say, if the engine that writes it cannot know."""
         for reading in (self.events, self.json):
             if reading is not None:
-                reading.cached_tokens = cached_tokens
+                reading.cached = cached
 
     def hold(self, pieces: list[bytes], *, last: bool) -> list[bytes] | None:
         """Keep an answer without streaming until it is whole; None: it is not yet. Too long a one goes on."""

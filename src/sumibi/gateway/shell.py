@@ -54,8 +54,9 @@ class UsageRecord(msgspec.Struct):
     prompt_tokens: int
     cached_tokens: int | None
     cached_by_tier: dict[str, int] | None
-    """Where these were (device, host, disk, store, ...), if the engine told; null: it did not, which is so
-    of prompts that were on the device only."""
+    """Where these were (device, host, disk, store, ...), if the engine told, of a pair the prefill engine;
+    null: it did not, which is so of prompts that were on the device only. Of a pair whose prefill engine did
+    not, the decode engine's word: `p2p` is what came over."""
     output_tokens: int | None
     exact: bool
     """True if the engine gave the counts; False if they are the gateway's."""

@@ -11,6 +11,7 @@ import pytest
 from sumibi.core.content import content_id, content_root
 from sumibi.engine.transfer import connector
 from sumibi.engine.transfer.pulling import pull
+from sumibi.tiers import TiersConfig
 
 SEEDS = iter(range(1, 1000))
 
@@ -180,6 +181,21 @@ def test_cached_tokens_are_what_neither_side_computed(pair, make_prompt):
     pair.p.complete(more, max_tokens=1)
     assert pair.stream(more, "xfer-cached")["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     pair.idle()
+
+
+def test_the_prefill_half_tells_which_tier_gave_its_blocks(
+    make_served, make_config, make_prompt, make_pair, pair
+):
+    token_ids = make_prompt(next(SEEDS), 200)
+    below = TiersConfig.parse({"host_bytes": "64MiB"})
+    with make_served(kv_transfer=make_config(), kv_tiers=below) as p:
+        p.complete(token_ids[:130], max_tokens=1)
+        assert p.http.post("/reset_prefix_cache").json() == {"success": True}  # the device only
+        first = make_pair(p, pair.d).prefill(token_ids)
+        details = {"cached_tokens": 128, "cached_tokens_by_tier": {"host": 128}}
+        assert first["usage"]["prompt_tokens_details"] == details
+        answer = make_pair(p, pair.d).decode(token_ids, first["kv_transfer_params"], max_tokens=2)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {"p2p": 128}
 
 
 def test_blocks_that_came_are_known_by_their_content(pair, make_prompt):

@@ -11,6 +11,7 @@ import msgspec
 
 from sumibi.core.errors import BadRequest, WireError
 from sumibi.engines.connectors.declare import Connector, Values, fill
+from sumibi.engines.usage import tiers_of
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 """Of chats and completions; each is 1 on a prefill half of one token."""
@@ -27,6 +28,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    cached_tokens_by_tier: Any = None
 
 
 class _Usage(msgspec.Struct):
@@ -52,6 +54,8 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     """For the decode half; `null` if the connector takes nothing."""
     prompt_tokens: int | None
     cached_tokens: int | None
+    cached_by_tier: dict[str, int] | None = None
+    """Where these were, if the engine told."""
 
 
 def set_fields(body: bytes, changes: Mapping[str, Any], drop: tuple[str, ...] = ()) -> bytes:
@@ -121,6 +125,7 @@ def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
         prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
         details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else None
+    by_tier = None if details is None or cached is None else tiers_of(details.cached_tokens_by_tier)
     returned = msgspec.Raw(b"null")
     if connector.takes is not None and connector.returned is not None:
         returned = _fields.decode(body).get(connector.takes, returned)
@@ -133,5 +138,5 @@ def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
         if cached is None:
             cached = getattr(checked, "remote_prefill_cached_tokens", None)
     if min(prompt or 0, cached or 0) < 0 or (prompt is not None and (cached or 0) > prompt):
-        prompt = cached = None
-    return PrefillAnswer(returned, prompt, cached)
+        prompt = cached = by_tier = None
+    return PrefillAnswer(returned, prompt, cached, by_tier)
