@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from sumibi.bench.directions import CMD, directions, figures_of
+from sumibi.bench.directions import directions
+from sumibi.bench.effects import CMD, figures_of
 from sumibi.bench.report import finish, machine, statement
 from sumibi.bench.traffic import default_traces
 
@@ -39,8 +40,16 @@ def main() -> int:
         ),
         (
             "estimated",
-            "step times of gpt-oss-120b (W4, W12): prefill fitted to published recompute times, decode from"
-            " bytes read over bandwidth; what comes out for W4 depends on the latter",
+            "gpt-oss-120b's prefill (W4, W12) is fitted to published times to recompute, the speed of pulls"
+            " to published ones; all other step times are a kernel database's. Of W12's coding sessions only"
+            " ranges and the mean prompt are published",
+        ),
+        (
+            "W12",
+            "its figures come from three experiments: documents (8 x H200 over TCP), coding sessions"
+            " (Qwen3-30B-A3B, 2P + 4D), recorded agents (GLM-5.2, 2P + 2D of 8 H200 each). The last is played"
+            " on the same GPUs together, as the policies compared make no pairs, and counted over the first"
+            " hour",
         ),
         (
             "not played",

@@ -23,6 +23,8 @@ from sumibi.sim.latency import TABLE, StepTimes, named
         ("glm-5.2/8xh200", 65536, 0, 7367.0),
         ("glm-5.2/8xh200", 2048, 30720, 269.0),
         ("glm-5.2/8xh200", 2048, 129024, 336.0),
+        ("qwen3-30b-a3b/1xh200", 8192, 0, 138.4),
+        ("qwen3-30b-a3b/1xh200", 2048, 63488, 200.3),
     ],
 )
 def test_measured_prefills_are_met(name, new, cached, ms):
@@ -48,6 +50,31 @@ def test_measured_steps_of_a_mixture_of_experts_are_met(batch, context, ms):
     assert step_s == pytest.approx(ms * 1e-3)
     later_s, _ = named("glm-5.2/8xh200").decode_line(batch, batch * (context + 100))
     assert later_s == pytest.approx(step_s + 100 * growth_s, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "context", "ms"),
+    [
+        ("gpt-oss-120b/1xh200", 16, 1024, 11.39),
+        ("gpt-oss-120b/1xh200", 128, 8192, 33.31),
+        ("gpt-oss-120b/4xh200", 32, 32768, 7.92),
+        ("qwen3-30b-a3b/1xh200", 8, 65536, 19.80),
+        # Between the points that the table has.
+        ("gpt-oss-120b/1xh200", 24, 5120, 13.76),
+        ("gpt-oss-120b/4xh200", 96, 8192, 9.82),
+    ],
+)
+def test_measured_steps_of_small_mixtures_are_met(name, batch, context, ms):
+    step_s, _ = named(name).decode_line(batch, batch * context)
+    assert step_s == pytest.approx(ms * 1e-3, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "published_s"), [(8_192, 0.250), (16_384, 0.510), (32_768, 1.173), (49_152, 1.988)]
+)
+def test_gpt_oss_recomputes_in_the_published_time(tokens, published_s):
+    """With the fleet's 15 ms a request."""
+    assert 0.015 + named("gpt-oss-120b/1xh200").alone_s(tokens) == pytest.approx(published_s, rel=0.07)
 
 
 @pytest.mark.parametrize(("batch", "ms"), [(1, 13.7), (32, 25.6), (64, 37.7), (128, 60.6)])

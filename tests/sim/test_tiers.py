@@ -38,7 +38,7 @@ def chunk_s(new: int, before: int) -> float:
 def test_transfers_of_a_link_follow_one_another():
     link = Link(2.0, 0.5)
     assert link.transfer(4e9, 10.0) == 12.5
-    assert link.transfer(1e9, 11.0) == 13.5
+    assert link.transfer(1e9, 11.0) == 13.0, "it is set up while the bytes of the other move"
     assert link.transfer(1e9, 20.0) == 21.0
 
 
@@ -69,6 +69,21 @@ def test_one_replica_reads_from_the_store_what_another_computed():
     restore_s = 0.002 + 2560 * 100_000 / 20e9
     assert first[job] - 100.0 == pytest.approx(restore_s + chunk_s(10, 2560))
     assert len(store) == 40, "a copy was read, the store keeps its own"
+
+
+def test_what_one_replica_reads_of_the_store_is_no_faster_than_its_own_way_there():
+    """Four times the bandwidth for all together: two readers do not slow one another down, one prompt behind
+    another of the same reader waits.
+    """
+    store = Blocks(1_000, Link(80.0, 0.002))
+    keys = list(range(1, 41))
+    store.store(keys)
+    alone_s = 0.002 + 2560 * 100_000 / 20e9
+    for name in "ab":
+        memory = Replica(name, group(), BLOCK, store=store, reads=Link(20.0, 0.002)).memory
+        assert memory.admit(Job(None, keys, 2570, 1), 0, 5.0) == pytest.approx(5.0 + alone_s)
+    again = Job(None, keys, 2570, 1)
+    assert memory.admit(again, 0, 5.0) == pytest.approx(5.0 + 2 * alone_s - 0.002)
 
 
 def test_adapters_are_loaded_when_needed_and_unloaded_when_others_are():

@@ -44,7 +44,14 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tokens: int
     gb_per_s: float
     """Of all reads together."""
+    reader_gb_per_s: float | None = None
+    """Of the reads of one replica; None: no less than all together."""
     latency_s: float = 0.0
+
+    @property
+    def read_gb_per_s(self) -> float:
+        """Of a read while nobody else reads."""
+        return min(self.gb_per_s, self.reader_gb_per_s or self.gb_per_s)
 
 
 class LinkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -192,7 +199,7 @@ _ABOVE_ZERO: dict[type[msgspec.Struct], tuple[str, ...]] = {
     FleetSpec: ("scrape_interval_s", "timeout_s"),
     HostTier: ("gb_per_s",),
     DiskTier: ("gb_per_s",),
-    Store: ("gb_per_s",),
+    Store: ("gb_per_s", "reader_gb_per_s"),
     LinkSpec: ("gb_per_s",),
     Fault: ("factor",),
 }

@@ -12,7 +12,8 @@ a token takes longer after c others. Both are straight lines for a model with pl
 
 Values: least-squares fits and grids from the kernel database of aiconfigurator-core 0.12.0 (Apache-2.0;
 measured with vLLM 0.24.0 and SGLang 0.5.14): one prompt at a time, kernel time only. What a request takes
-beside that (HTTP, tokenizing, queues) is the fleet's `overhead_s`.
+beside that (HTTP, tokenizing, queues) is the fleet's `overhead_s`. gpt-oss-120b's prefill alone is another
+source's, said where it stands.
 """
 
 from bisect import bisect_right
@@ -198,6 +199,53 @@ _GLM_5_2_DECODE = ExpertDecode(
     seconds=((10.5e-3, 29.6e-3, 41.1e-3), (10.8e-3, 31.1e-3, 48.4e-3), (11.0e-3, 35.1e-3, 69.0e-3)),
 )
 
+# gpt-oss-120b (MXFP4) on one H200 and on four: 128 experts, 4 a token. The two constants are what the first
+# two batches at 1,024 tokens differ by for each expert read, and the last two for each sequence, less what
+# its context takes; between batches their ratio matters, beside a prefill the second.
+_GPT_OSS_DECODE = ExpertDecode(
+    experts=128,
+    per_token=4,
+    expert_s=1.86e-4,
+    sequence_s=5.8e-5,
+    batches=(1, 4, 8, 16, 32, 64, 128, 256),
+    contexts=(1024, 8192, 32768, 65536),
+    seconds=(
+        (4.09e-3, 6.19e-3, 8.63e-3, 11.39e-3, 14.39e-3, 21.67e-3, 25.36e-3, 33.93e-3),
+        (4.17e-3, 6.46e-3, 9.17e-3, 12.42e-3, 16.30e-3, 25.20e-3, 33.31e-3, 50.19e-3),
+        (4.45e-3, 7.31e-3, 10.80e-3, 15.70e-3, 23.07e-3, 38.87e-3, 60.19e-3, 103.67e-3),
+        (4.73e-3, 8.40e-3, 13.00e-3, 20.31e-3, 32.10e-3, 56.63e-3, 96.47e-3, 175.97e-3),
+    ),
+)
+_GPT_OSS_TP4_DECODE = ExpertDecode(
+    experts=128,
+    per_token=4,
+    expert_s=3.5e-5,
+    sequence_s=1.8e-5,
+    batches=(1, 4, 8, 16, 32, 64, 128, 256),
+    contexts=(1024, 8192, 32768, 65536),
+    seconds=(
+        (3.22e-3, 3.62e-3, 4.33e-3, 4.98e-3, 5.72e-3, 7.83e-3, 8.99e-3, 11.59e-3),
+        (3.26e-3, 3.69e-3, 4.46e-3, 5.26e-3, 6.27e-3, 8.86e-3, 10.93e-3, 15.72e-3),
+        (3.39e-3, 3.95e-3, 4.93e-3, 6.10e-3, 7.92e-3, 12.14e-3, 17.72e-3, 29.34e-3),
+        (3.49e-3, 4.22e-3, 5.46e-3, 7.20e-3, 10.10e-3, 16.76e-3, 26.78e-3, 46.90e-3),
+    ),
+)
+_QWEN3_30B_DECODE = ExpertDecode(
+    # 128 experts, 8 a token.
+    experts=128,
+    per_token=8,
+    expert_s=1.14e-4,
+    sequence_s=1.9e-5,
+    batches=(1, 4, 8, 16, 32, 64, 128, 256),
+    contexts=(1024, 8192, 32768, 65536),
+    seconds=(
+        (4.04e-3, 6.45e-3, 8.32e-3, 10.27e-3, 15.80e-3, 17.75e-3, 20.99e-3, 26.40e-3),
+        (4.22e-3, 7.19e-3, 9.75e-3, 13.09e-3, 20.92e-3, 27.65e-3, 41.36e-3, 67.87e-3),
+        (5.00e-3, 9.41e-3, 14.14e-3, 21.77e-3, 38.79e-3, 63.49e-3, 111.61e-3, 207.41e-3),
+        (5.77e-3, 12.30e-3, 19.80e-3, 33.82e-3, 62.84e-3, 110.89e-3, 210.35e-3, 402.13e-3),
+    ),
+)
+
 TABLE: dict[str, StepTimes] = {
     "llama-3.1-8b/1xh100": _grid(
         _plain(1.38, 0.02014, 7.92e-7, 6.30, 0.0104, 4.18e-5),
@@ -235,6 +283,20 @@ TABLE: dict[str, StepTimes] = {
         _GLM_5_2_DECODE,
     ),
     "glm-5/8xh200": StepTimes(_plain(5.0, 0.1142, 1.26e-6, 13.5, 0.559, 8.9e-6)),
+    # Prefill: a fit to what llm-d published of one H200 with vLLM, 250, 510, 1,173 and 1,988 ms to recompute
+    # 8 k to 49 k tokens, 15 ms a request beside. (The database has 194, 393, 949 and 1,659; llm-d's own
+    # calibration of its pool, 33,821 tokens/s or 242 ms for 8,192, is nearer to the former.) On four, as the
+    # database scales.
+    "gpt-oss-120b/1xh200": StepTimes(_plain(5.0, 0.0275, 5.2e-7, 5.2, 0.145, 9.8e-6), decode=_GPT_OSS_DECODE),
+    "gpt-oss-120b/4xh200": StepTimes(
+        _plain(5.0, 0.0110, 1.8e-7, 3.7, 0.036, 2.3e-6), decode=_GPT_OSS_TP4_DECODE
+    ),
+    "qwen3-30b-a3b/1xh200": _grid(
+        _plain(17.2, 0.00985, 1.24e-6, 5.2, 0.091, 2.5e-5),
+        {2048: 40.4, 4096: 69.1, 8192: 138.4, 16384: 338.6, 32768: 1015.6, 65536: 3363.7},
+        {8192: 59.7, 16384: 79.7, 30720: 116.9, 63488: 200.3, 129024: 367.1},
+        _QWEN3_30B_DECODE,
+    ),
     "deepseek-v3/8xh200": StepTimes(_plain(38.6, 0.0350, 3.35e-6, 11.5, 0.179, 1.20e-4)),
 }
 """By model and hardware. Lower-case, `MODEL/COUNTxGPU`."""

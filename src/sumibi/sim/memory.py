@@ -33,6 +33,7 @@ class Memory:
         "_jobs",
         "_private",
         "_promised",
+        "_reads",
         "block_tokens",
         "brought",
         "brought_up",
@@ -45,7 +46,10 @@ class Memory:
         "store",
     )
 
-    def __init__(self, group: Group, block_tokens: int, store: Blocks | None) -> None:
+    def __init__(
+        self, group: Group, block_tokens: int, store: Blocks | None, reads: Link | None = None
+    ) -> None:
+        """`reads`: this replica's own way to the store, where it has less than all have together."""
         self._group = group
         self.block_tokens = block_tokens
         self.cache = PrefixCache(group.kv_tokens // block_tokens)
@@ -54,6 +58,7 @@ class Memory:
         disk = group.disk
         self.disk = Blocks(disk.tokens // block_tokens, Link(disk.gb_per_s, disk.latency_s)) if disk else None
         self.store = store
+        self._reads = reads
         self.brought: set[int] = set()
         """Blocks in host memory that were brought up, and not used since."""
         self.brought_up = 0
@@ -147,7 +152,7 @@ class Memory:
         if self.store is not None:
             found = self.store.match(keys, at, most)
             if found:
-                ready_s = max(ready_s, self.store.link.transfer(found * block_bytes, t))
+                ready_s = max(ready_s, self._read(self.store, found * block_bytes, t))
                 at += found
         lower = at - on_device
         job.fetched = at * block
@@ -161,6 +166,13 @@ class Memory:
                 job.fetched = job.target - 1
             job.imported = False
         return lower, ready_s
+
+    def _read(self, lower: Blocks, size_bytes: float, t: float) -> float:
+        """When so many bytes of the disk or the store are here."""
+        ready_s = lower.link.transfer(size_bytes, t)
+        if lower is self.store and self._reads is not None:
+            ready_s = max(ready_s, self._reads.transfer(size_bytes, t))
+        return ready_s
 
     def arrived(self, job: Job) -> None:
         """What it waited for is on the device."""
@@ -213,7 +225,7 @@ class Memory:
             if lower is not None and found:
                 found = min(found, BROUGHT_AT_ONCE)
                 size = found * self.block_tokens * self._group.kv_bytes_per_token
-                return list(keys[at : at + found]), lower.link.transfer(size, t)
+                return list(keys[at : at + found]), self._read(lower, size, t)
         return None
 
     def came_up(self, keys: Sequence[int], chain: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from sumibi.sim.fleet import Group
 from sumibi.sim.histogram import Histogram
 from sumibi.sim.job import Job, State
 from sumibi.sim.memory import Memory
-from sumibi.sim.tiers import Adapters, Blocks
+from sumibi.sim.tiers import Adapters, Blocks, Link
 
 DECODE, HELD, OVER, PREFILL, WAITING = (
     State.DECODE,
@@ -49,11 +49,12 @@ class Replica:
         noise: float = 0.0,
         seed: int = 0,
         store: Blocks | None = None,
+        reads: Link | None = None,
     ) -> None:
         self.name = name
         self.group = group
         self.times = group.times()
-        self.memory = Memory(group, block_tokens, store)
+        self.memory = Memory(group, block_tokens, store, reads)
         self.adapters = Adapters(group.adapter_slots, group.adapter_load_s)
         self.peers: list[Replica] = [self]
         """Those that step together, this one included."""

@@ -1,7 +1,8 @@
 """Where KV comes from if it is not on the device: host memory, a disk, a shared store, adapters, another
 replica.
 
-All of them deliver over a link, one transfer after the other: set-up time plus bytes over bandwidth.
+All of them deliver over a link: set-up time, then bytes over bandwidth. Bytes go one transfer after the
+other; while one is set up (a handshake, a look-up at the far end, a disk's first byte) those of others move.
 """
 
 from collections import OrderedDict
@@ -20,7 +21,7 @@ class Link:
 
     def transfer(self, size_bytes: float, t: float) -> float:
         """When a transfer asked for at `t` is done."""
-        self._free_s = max(self._free_s, t) + self._setup_s + size_bytes / self._bytes_per_s
+        self._free_s = max(self._free_s, t + self._setup_s) + size_bytes / self._bytes_per_s
         return self._free_s
 
 

@@ -38,7 +38,7 @@ from sumibi.routing.events import (
 )
 from sumibi.routing.policies import check_pairing
 from sumibi.routing.router import Router
-from sumibi.sim.fleet import Fault, FleetSpec, Group
+from sumibi.sim.fleet import Fault, FleetSpec, Group, Store
 from sumibi.sim.job import Job
 from sumibi.sim.memory import DISK, HOST
 from sumibi.sim.pairs import Pairs
@@ -131,7 +131,15 @@ class World:
         for number, (name, group) in enumerate(fleet.endpoints()):
             if group.role != "both":
                 check_pairing(self.router.config.policy)
-            replica = Replica(name, group, block_tokens, noise=noise, seed=seed * 1009 + number, store=store)
+            replica = Replica(
+                name,
+                group,
+                block_tokens,
+                noise=noise,
+                seed=seed * 1009 + number,
+                store=store,
+                reads=_reads(fleet.store),
+            )
             latency = replica.times.model
             if wrong_constants:
                 latency = told.setdefault(latency, wrong(latency, seed, len(told)))
@@ -485,7 +493,7 @@ class World:
                     name=STORE,
                     shared=True,
                     tokens=store.tokens,
-                    gb_per_s=store.gb_per_s,
+                    gb_per_s=store.read_gb_per_s,
                     latency_s=store.latency_s,
                 )
             )
@@ -616,6 +624,13 @@ class World:
         assert isinstance(what, Site)
         if not what.alive:
             self._down(t, what)
+
+
+def _reads(store: Store | None) -> Link | None:
+    """One replica's own way to the store, if that is narrower than all together have."""
+    if store is None or store.reader_gb_per_s is None:
+        return None
+    return Link(store.reader_gb_per_s, store.latency_s)
 
 
 def wrong(true: LatencyModel, seed: int, number: int) -> LatencyModel:
