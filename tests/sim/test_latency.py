@@ -127,6 +127,15 @@ def test_everything_takes_longer_with_more_work(name):
         assert mixed == sorted(mixed)
 
 
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("new_tokens", [1, 16, 200, 2048])
+@pytest.mark.parametrize("sequences", [1, 8, 32, 100])
+def test_a_step_with_a_chunk_is_no_shorter_than_one_without(name, new_tokens, sequences):
+    times, context = TABLE[name], 4000 * sequences
+    alone_s, _ = times.decode_line(sequences, context)
+    assert times.step_s(times.chunk_s(new_tokens, 0), sequences, context) >= alone_s
+
+
 def test_weights_are_read_once_in_a_mixed_step():
     model = LatencyModel(a_s=0.004, b_s=5e-5, q_s=1.6e-9, d0_s=0.0136, d1_s=2.6e-5, d2_s=4.2e-8)
     times = StepTimes(model)

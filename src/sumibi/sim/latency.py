@@ -105,10 +105,12 @@ class ExpertDecode:
             max(0.0, slope_low + part * (high.slope(mean) - slope_low)),
         )
 
-    def beside_prefill_s(self, sequences: int, context_tokens: float) -> float:
-        """What the same sequences add to a step that reads all weights for a prompt anyway."""
-        first_s, _ = self.line(sequences, context_tokens)
-        return max(0.0, first_s - self._base(self._reads(sequences))) + self._own_s * sequences
+    def beside_prefill_s(self, sequences: int, context_tokens: float) -> tuple[float, float]:
+        """A step of the same sequences alone, and what they add to one that reads all weights for a prompt
+        anyway.
+        """
+        alone_s, _ = self.line(sequences, context_tokens)
+        return alone_s, max(0.0, alone_s - self._base(self._reads(sequences))) + self._own_s * sequences
 
 
 class StepTimes:
@@ -145,9 +147,10 @@ class StepTimes:
             return max(self.fixed_s + chunks_s, self.weights_s)
         if self._decode is None:
             beside_s = self._d1_s * sequences + self._d2_s * context_tokens
-        else:
-            beside_s = self._decode.beside_prefill_s(sequences, context_tokens)
-        return max(self.fixed_s, self.weights_s) + chunks_s + beside_s
+            return max(self.fixed_s, self.weights_s) + chunks_s + beside_s
+        alone_s, beside_s = self._decode.beside_prefill_s(sequences, context_tokens)
+        # A chunk of few tokens does not need all experts: what the sequences need bounds the step from below.
+        return max(alone_s, max(self.fixed_s, self.weights_s) + chunks_s + beside_s)
 
     def decode_line(self, sequences: int, context_tokens: int) -> tuple[float, float]:
         """A step in which `sequences` decode: its seconds, and how much each further one is longer."""
