@@ -120,6 +120,22 @@ def test_a_tier_that_only_events_tell_of_counts_with_what_is_usual():
     assert (tier.name, tier.kind, tier.blocks, tier.grade) == ("cpu_tier1", Kind.HOST, 20, Grade.EXACT)
 
 
+def test_room_that_nobody_told_of_is_endless_beside_a_device_of_known_size():
+    """Real vLLM with tiers: it tells how large its device is, and by KV events that there are tiers."""
+    lab = made_of("a", tiers=[], has_events=True, kv_tokens=100 * BLOCK)
+    told = Told(lab, "a")
+    for name in "pqr":
+        told.stored(0, prompt(name, 60 * BLOCK), "CPU")
+        told.stored(0, prompt(name, 60 * BLOCK), "STORAGE")
+    for request, name in enumerate("pqr"):
+        c = look(lab, str(request), [*prompt(name, 60 * BLOCK), 1])
+        assert c.host_tokens == 60 * BLOCK
+        assert 0.0 <= c.evict_s < 1.0, "nothing is lost where there is room"
+        lab.finish(str(request))
+    lab.up("a", tiers=[], has_events=True, kv_tokens=100 * BLOCK, kv_bytes_per_token=BYTES)
+    assert {tier.name for tier in lab.view("a").tiers} == {"cpu", "storage"}
+
+
 def test_a_suspect_endpoint_has_nothing_below_either():
     lab = made_of("a", "b", has_events=True, has_replay=True, process_start_s=1.0)
     p = prompt("p", 20 * BLOCK)

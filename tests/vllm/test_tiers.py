@@ -282,3 +282,12 @@ def test_a_reset_of_all_is_one_and_the_gateway_knows_what_lies_where(pair, cold,
             assert gateway.known_below(one, medium) == said.keys(medium)
         assert gateway.known_keys(one) == said.keys()
     assert len(gateway.known_below(second, "STORAGE")) >= 24
+
+    lives = {one.url: gateway.view(one).epoch for one in (engine, second)}
+    for seed in (1, 11, 12, 1):
+        body = {"model": MODEL, "prompt": prompt_of(800, seed), "max_tokens": 4, "temperature": 0}
+        usage = gateway.ask("/v1/completions", body)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == (768 if seed == 1 else 0)
+    for one in (engine, second):
+        assert gateway.view(one).up
+        assert gateway.view(one).epoch == lives[one.url], "requests and their events end no life"

@@ -297,8 +297,8 @@ class Endpoint:
             return
         device = self.kv_tokens // block_tokens if self.kv_tokens else 0
         if device and self.lower is not None:
-            own = self.lower.own_tokens
-            below = int(min(own // block_tokens, self._most_below_blocks))
+            # Its own tiers may have endless room, so no whole division: that of infinity is no number.
+            below = int(min(self.lower.own_tokens / block_tokens, self._most_below_blocks))
             if feed is None and self.lower.own is not None:
                 kept = before.front if before is not None else None
                 self.lower.front = kept or PrefixCache(device)
