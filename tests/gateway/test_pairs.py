@@ -74,7 +74,7 @@ async def test_nixlv2_prefills_waits_and_decodes_with_what_came_back(lab, pools)
         kit = pools(it)
         await kit.start()
         body = {**CHAT, "max_tokens": 50, "min_tokens": 3, "stream_options": None, "seed": 2**70}
-        got = await it.ask(body=body)
+        got = await it.ask(body=body, headers={"x-sumibi-attempt": "7"})  # not for clients to say
         assert got.status == 200
         (first,), (second,) = kit.p[0].requests, kit.d[0].requests
         assert first.json == {
@@ -95,6 +95,7 @@ async def test_nixlv2_prefills_waits_and_decodes_with_what_came_back(lab, pools)
         assert second.json == {**body, "kv_transfer_params": PARAMETERS}
         ids = {request.headers["x-request-id"] for request in (first, second)}
         assert ids == {got.headers["x-request-id"]}
+        assert not any("x-sumibi-attempt" in request.headers for request in (first, second))
         assert got.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 2, "the prefill engine's"
         (record,) = it.usage_records()
         assert (record["cached_tokens"], record["prefill"]) == (2, kit.p[0].endpoint)
@@ -308,7 +309,9 @@ async def test_a_prefill_that_fails_leads_to_a_whole_run_and_one_answer(
             assert got.status == 504  # both halves ran out of time together: no time is left for a third
         else:
             assert (got.status, got.json["choices"][0]["message"]["content"]) == (200, "abc")
-            assert kit.d[0].requests[-1].json == CHAT
+            whole = kit.d[0].requests[-1]
+            assert whole.json == CHAT
+            assert whole.headers["x-sumibi-attempt"] == "2"
         if connector != "nixlv2" and fault != "refuses":
             await it.until(lambda: kit.d[0].lost_clients >= 1)  # its half was called off
         await kit.settled()

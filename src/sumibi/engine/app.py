@@ -36,6 +36,8 @@ from sumibi.tiers import Tier
 
 MAX_REQUEST_ID = 256
 """Characters of a client's request id that are kept."""
+_ATTEMPT_DIGITS = 6
+"""Of a header that counts attempts; a longer one is not read."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _INLINE_BYTES = 16 * 1024
 """Bodies up to this are read in the event loop (a few milliseconds at most), longer ones in a thread."""
@@ -99,8 +101,7 @@ class Door:
         """`POST /v1/chat/completions` and `/v1/completions`."""
         path: str = http.scope["path"]
         request = await _read(http, lambda body: self.reader.read(path, body))
-        request_id = http.headers.get("x-request-id", "")[:MAX_REQUEST_ID]
-        return _Answer(self.engine, self.reader, path, request, request_id)
+        return _Answer(self.engine, self.reader, path, request, _name(http), _attempt(http))
 
     async def render(self, http: HttpRequest) -> Response:
         """`POST .../render`: what the engine would compute; a list of prompts for completions, as in vLLM."""
@@ -236,10 +237,17 @@ class _Answer(Response):
     """Sends a generation's answer while watching for the client to leave."""
 
     def __init__(
-        self, engine: Engine, reader: RequestReader, path: str, request: Request, request_id: str
+        self,
+        engine: Engine,
+        reader: RequestReader,
+        path: str,
+        request: Request,
+        request_id: str,
+        attempt: int,
     ) -> None:
         super().__init__()
         self._request_id = request_id
+        self._attempt = attempt
         self._engine = engine
         self._reader = reader
         self._path = path
@@ -247,7 +255,7 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            generation = self._engine.submit(self._request.jobs, self._request_id)
+            generation = self._engine.submit(self._request.jobs, self._request_id, self._attempt)
         except SumibiError as error:
             await _send_whole(send, error.status, error_body(error))
             return
@@ -302,6 +310,17 @@ async def _send_events(choices: Choices, writer: Writer, send: Send) -> None:
     else:
         last = writer.usage_event() if choices.request.answer.include_usage else b""
     await send({"type": "http.response.body", "body": last + STREAM_END})
+
+
+def _name(http: HttpRequest) -> str:
+    """What the client calls its request; empty if it does not."""
+    return http.headers.get("x-request-id", "")[:MAX_REQUEST_ID]
+
+
+def _attempt(http: HttpRequest) -> int:
+    """How often a gateway has sent the request under its name, this time included."""
+    word = http.headers.get("x-sumibi-attempt", "")
+    return int(word) if word.isascii() and word.isdigit() and len(word) <= _ATTEMPT_DIGITS else 1
 
 
 class _Detokenize(msgspec.Struct):

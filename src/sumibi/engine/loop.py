@@ -26,6 +26,7 @@ import torch
 
 from sumibi.core.content import content_root
 from sumibi.core.errors import EngineUnavailable
+from sumibi.engine.attempts import Attempts
 from sumibi.engine.batch import StepBatch
 from sumibi.engine.loading import KVSource, Load
 from sumibi.engine.metrics import EngineMetrics
@@ -126,14 +127,14 @@ class Generation:
     def report(self, prompt: int) -> PromptReport:
         """About the request's prompt number `prompt`, after a token of it was taken."""
         sequence = self._prompts[prompt][0]
-        cached = sequence.cached_tokens or 0
+        cached, by_source = sequence.cached_tokens or 0, sequence.cached_by_source
         if isinstance(sequence.transfer, Fetch):
-            cached = sequence.transfer.system_cached_tokens(cached)
-            device = min(cached, sequence.cached_by_source.get("device", 0))
-            parts = {"device": device, SOURCE: cached - device}
-            by_source = {source: tokens for source, tokens in parts.items() if tokens}
-            return PromptReport(cached, sequence.prompt_logprobs, by_source)
-        return PromptReport(cached, sequence.prompt_logprobs, sequence.cached_by_source)
+            own = by_source.get("device", 0)
+            cached = sequence.transfer.system_cached_tokens(cached, own)
+            by_source = {"device": own, SOURCE: max(0, cached - own)}
+        if sequence.cached_limit is not None:
+            cached = min(cached, sequence.cached_limit)
+        return PromptReport(cached, sequence.prompt_logprobs, _leading(by_source, cached))
 
     @property
     def transfer_answer(self) -> TransferAnswer | None:
@@ -205,6 +206,7 @@ class Engine:
         self._clearings: set[asyncio.Future[bool]] = set()  # the event loop's
         self._ended: str | None = None  # why no more requests are taken
         self._failed = False
+        self._attempts = Attempts()
         self._lookers = ThreadPoolExecutor(_LOOKERS, "kv-look")  # its threads begin with the first use
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -231,9 +233,9 @@ class Engine:
         await asyncio.to_thread(self._lookers.shutdown, wait=True, cancel_futures=True)
         self._end("the engine was stopped")
 
-    def submit(self, jobs: list[Job], request_id: str = "") -> Generation:
+    def submit(self, jobs: list[Job], request_id: str = "", attempt: int = 1) -> Generation:
         """Start generating. Choice numbers run over the jobs in order, `n` for each. `request_id`: the
-        client's name for it.
+        client's name for it; `attempt`: how often it was sent under that name, this time included.
 
         Raises EngineUnavailable when the engine has failed or holds `MAX_GENERATIONS` requests.
         """
@@ -245,7 +247,7 @@ class Engine:
         prompts = []
         first = 0
         for job in jobs:
-            prompts.append(self._sequences(job, first, request_id))
+            prompts.append(self._sequences(job, first, request_id, attempt))
             first += job.n
         generation = Generation(self, prompts)
         self._open.add(generation)
@@ -299,7 +301,7 @@ class Engine:
         finally:
             self._clearings.discard(answer)
 
-    def _sequences(self, job: Job, first: int, request_id: str) -> list[Sequence]:
+    def _sequences(self, job: Job, first: int, request_id: str, attempt: int) -> list[Sequence]:
         root = content_root(self._namespace, salt=job.salt)
         block_tokens = self._scheduler.pool.block_tokens
         family = []
@@ -313,6 +315,7 @@ class Engine:
                 root=root,
                 salt=job.salt,
                 request_id=request_id,
+                attempt=attempt,
                 index=first + choice,
                 arrived_s=time.monotonic(),
             )
@@ -374,6 +377,7 @@ class Engine:
         for part in step.parts:
             if part.sequence.started_s is None:
                 part.sequence.started_s = now_s
+                self._attempts.note(part.sequence)
         samplers = step.samplers()
         batch = step.batch()
         sampled = self._sample(step, self._model.forward(batch), samplers)
@@ -406,6 +410,7 @@ class Engine:
     def _begin(self, load: Load) -> None:
         source = self._scheduler.source
         assert source is not None
+        self._attempts.note(load.sequence)
         load.begun_s = time.monotonic()
         load.deadline_s = load.begun_s + source.timeout_s
         try:
@@ -506,6 +511,16 @@ class Engine:
 def _answer(answer: asyncio.Future[bool], value: bool) -> None:
     if not answer.done():  # nobody waits any more, or the engine has ended
         answer.set_result(value)
+
+
+def _leading(by_source: dict[str, int], tokens: int) -> dict[str, int]:
+    """The first `tokens` of a prompt by where they were; `by_source` is in the order of the prompt."""
+    left, parts = tokens, {}
+    for source, there in by_source.items():
+        if part := min(left, there):
+            parts[source] = part
+            left -= part
+    return parts
 
 
 def _push_all(tokens: list[tuple[Generation, Token]]) -> None:

@@ -98,6 +98,10 @@ class Sequence:
     salt: str = ""
     request_id: str = ""
     """The client's name for the request (`X-Request-Id`); empty: it gave none."""
+    attempt: int = 1
+    """Above 1: the request was sent before, and failed elsewhere or was given up here."""
+    cached_limit: int | None = None
+    """The most cached prompt tokens that the answer may tell: what an earlier attempt found."""
     index: int = 0
     """Which of the request's choices."""
     siblings: list["Sequence"] = field(default_factory=list)

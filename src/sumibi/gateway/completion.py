@@ -17,7 +17,7 @@ from sumibi.engines.connectors import PrefillAnswer
 from sumibi.gateway import pairs
 from sumibi.gateway.answers import Cached, Usage
 from sumibi.gateway.errors import error_body
-from sumibi.gateway.headers import forwarded
+from sumibi.gateway.headers import ATTEMPT_HEADER, forwarded
 from sumibi.gateway.http1 import Connection, Header, Request
 from sumibi.gateway.metrics import Metrics, ModelCounters, seconds
 from sumibi.gateway.pairs import Failure, Pair
@@ -302,7 +302,8 @@ class Completion:
         shell.tell(Dispatched(t=shell.now(), request=self.id, attempt=self.attempt, endpoint=endpoint))
 
     def _head_for(self, body: bytes) -> bytes:
-        return self._forward + b"content-length: %d\r\n" % len(body)
+        again = b"%b: %d\r\n" % (ATTEMPT_HEADER, self.attempt) if self.attempt > 1 else b""
+        return self._forward + again + b"content-length: %d\r\n" % len(body)
 
     # -- what else the router says
 

@@ -3,6 +3,10 @@
 from sumibi.gateway.http1 import HOP_BY_HOP, Request
 
 EXPLAIN_HEADER = b"x-sumibi-explain"
+ATTEMPT_HEADER = b"x-sumibi-attempt"
+"""Tells an engine, from the second attempt on, which one of its request this is: so what an earlier one left
+in its cache is not told as found there (the embedded engine heeds it).
+"""
 PREFILLER_HEADER = b"x-prefiller-host-port"
 """Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
 
@@ -15,6 +19,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"x-data-parallel-rank",  # placement decides
     PREFILLER_HEADER,
     EXPLAIN_HEADER,
+    ATTEMPT_HEADER,
 }
 
 

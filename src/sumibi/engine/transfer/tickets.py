@@ -47,12 +47,13 @@ class Fetch:
     def __post_init__(self) -> None:
         self.cached_tokens = self.request.cached_tokens
 
-    def system_cached_tokens(self, cached: int) -> int:
-        """What neither side computed anew, if this engine did not compute `cached` tokens.
+    def system_cached_tokens(self, cached: int, own: int) -> int:
+        """What neither side computed anew, if this engine did not compute `cached` tokens, `own` of them
+        because it had them.
 
-        What came from the peer was computed there, unless the peer had it in its cache.
+        What came from the peer was computed there, unless the peer says that it had it in its cache.
         """
-        return cached if self.cached_tokens is None else min(cached, self.cached_tokens)
+        return own if self.cached_tokens is None else min(cached, self.cached_tokens)
 
 
 Ticket = Keep | Fetch
