@@ -272,7 +272,7 @@ def test_tiers_reach_the_engines_each_with_a_directory_of_its_own_on_disk(tmp_pa
         {
             "host_bytes": "1GiB",
             "disk": {"path": f"{tmp_path}/engine-{replica}", "bytes": "2GiB"},
-            "store": {"url": "s3://b/kv", "bytes": "100GiB"},
+            "store": {"url": "s3://b/kv", "bytes": "100GiB", "timeout_s": 5.0},
         }
         for replica in range(2)
     ]

@@ -13,7 +13,7 @@ from sumibi.routing import policies
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import Role as RouterRole
 from sumibi.stack import DEFAULT_MODEL, POLICIES, Role, Stack, known_keys, load_stack
-from sumibi.tiers import DiskTier, TiersConfig
+from sumibi.tiers import DiskTier, StoreTier, TiersConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -107,6 +107,13 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
             "gateway:\n  other_bands: {max_bytes: -1}\n",
             "line 2: gateway.other_bands.max_bytes is -1: input should be greater than or equal to 0",
         ),
+        (
+            "engines: {tiers: {host: 1GiB}}\n",
+            "unknown key 'engines.tiers.host'; did you mean 'engines.tiers.host_bytes'?",
+        ),
+        ("engines: {port: 9000}\n", "did you mean 'engines.first_port'?"),
+        ("engines: {tiers: {disk: {url: /x}}}\n", "did you mean 'engines.tiers.store.url'?"),
+        ("engines: {bands: {}}\n", "did you mean 'gateway.bands'?"),
         ("- a\n", "must be a mapping of keys"),
         ("model: [\n", "is not YAML"),
     ],
@@ -182,25 +189,72 @@ def test_sizes_of_tiers_are_bytes_or_text_and_say_where_they_lie(tmp_path):
         )
     ).engines.tiers
     told = tiers.config(0)
-    assert told == {"host_bytes": "1073741824", "disk": {"path": "/kv/engine-0", "bytes": "1.5GiB"}}
+    assert told == {"host_bytes": "1GiB", "disk": {"path": "/kv/engine-0", "bytes": "1536MiB"}}
     assert TiersConfig.parse(told) == TiersConfig(1 << 30, DiskTier("/kv/engine-0", 3 << 29))
     assert load_stack(write(tmp_path, "engines: {tiers: {host_bytes: 0}}")).engines.tiers.config(0) is None
 
 
-def test_a_stack_that_is_written_down_reads_the_same():
-    assert Stack.model_validate_json(Stack().model_dump_json()) == Stack()
+def test_what_is_said_of_a_store_reaches_the_engine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = load_stack(
+        write(tmp_path, "engines: {tiers: {store: {url: kv, bytes: 7, timeout_s: 2}}}")
+    ).engines.tiers.config(0)
+    assert TiersConfig.parse(told) == TiersConfig(store=StoreTier(str(tmp_path / "kv"), 7, 2.0))
+    told = load_stack(write(tmp_path, "engines: {tiers: {store: {url: 's3://b/p'}}}")).engines.tiers.config(0)
+    assert TiersConfig.parse(told) == TiersConfig(store=StoreTier("s3://b/p", 100 << 30, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ("512MiB", 1 << 29),
+        ("512 mib", 1 << 29),
+        ("0.5GiB", 1 << 29),
+        ("1000", 1000),
+        ("12B", 12),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_stack_and_engine_read_the_same_sizes(tmp_path, said, size):
+    told = load_stack(write(tmp_path, f"engines: {{tiers: {{host_bytes: {said}}}}}")).engines.tiers.config(0)
+    assert TiersConfig.parse(told) == TiersConfig.parse({"host_bytes": said}) == TiersConfig(size)
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host_bytes": "1GiB", "store": {"url": "s3://b/p"}}])
+def test_a_stack_that_is_written_down_reads_the_same(tiers):
+    stack = load_stack(None, {("engines", "tiers"): tiers})
+    assert Stack.model_validate_json(stack.model_dump_json()) == stack
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{host_bytes: -5}", "host_bytes is -5: not a size; write bytes, or like 512mib or 20gib"),
-        ("{host_bytes: lots}", "host_bytes is 'lots': not a size"),
-        ("{disk: {path: /kv, bytes: 2GB}}", "disk.bytes is '2GB': not a size"),
-        ("{disk: {bytes: 5GiB}}", "say engines.tiers.disk.path"),
-        ("{store: {bytes: 5GiB}}", "say engines.tiers.store.url"),
+        ("{host_bytes: -5}", "host_bytes: -5 is too small; at least 0 byte(s)"),
+        ("{host_bytes: yes}", "host_bytes is True: not a size; write bytes, or like 512MiB or 20GiB"),
+        (
+            "{host_bytes: 2GB}",
+            "host_bytes: '2GB' is not a size; write bytes, or like '512MiB' or '20GiB'",
+        ),
+        ("{disk: {path: /kv, bytes: lots}}", "disk.bytes: 'lots' is not a size"),
+        ("{disk: {path: /kv, bytes: 0}}", "disk.bytes: 0 is too small; at least 1 byte(s)"),
+        ("{store: {url: /kv, bytes: 0}}", "store.bytes: 0 is too small; at least 1 byte(s)"),
+        ("{disk: {bytes: 5GiB}}", "disk.path is missing: without it there is no such tier"),
+        ("{disk: {bytes: 10GiB}}", "disk.path is missing"),  # the default, but somebody said it
+        ("{disk: {path: '', bytes: 5GiB}}", "disk.path is '': without it there is no such tier"),
+        ("{disk: {path: ' '}}", "disk.path: ' ' is empty; give a directory"),
+        ("{store: {bytes: 5GiB}}", "store.url is missing: without it there is no such tier"),
+        ("{store: {timeout_s: 1}}", "store.url is missing"),
+        ("{store: {url: /kv, timeout_s: 0}}", "store.timeout_s is 0: input should be greater than 0"),
+        ("{store: {url: 'ftp://x'}}", "store.url: 'ftp://x' has the scheme 'ftp'; give a directory"),
+        ("{store: {url: 's3://'}}", "store.url: 's3://' names no bucket; give s3://bucket/prefix"),
+        ("{store: {url: 'file://host/p'}}", "store.url: 'file://host/p' names the host 'host'"),
+        ("{store: {url: 's3://[x'}}", "store.url: 's3://[x' is no URL"),
+        ("{store: {url: /etc/passwd}}", "store.url: '/etc/passwd' cannot be used: /etc/passwd is a file"),
+        ("{disk: {path: /etc/passwd}}", "disk.path: '/etc/passwd' cannot be used: /etc/passwd is a file"),
+        ("{disk: {path: /etc/passwd/kv}}", "'/etc/passwd/kv' cannot be used: /etc/passwd is a file"),
+        ("{disk: {path: ~nobody-of-this-name/kv}}", "disk.path: "),
     ],
 )
 def test_a_tier_that_is_not_said_in_full_is_told(tmp_path, text, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load_stack(write(tmp_path, f"engines: {{tiers: {text}}}"))
+    with pytest.raises(ConfigError, match=rf"stack\.yaml, line 3: .*engines\.tiers\..*{re.escape(said)}"):
+        load_stack(write(tmp_path, f"engines:\n  tiers:\n    {text[1:-1]}\n"))

@@ -9,17 +9,34 @@ Errors carry the file, the line, the key's path, the nearest known key and what 
 """
 
 import difflib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from sumibi.core.errors import ConfigError
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
+from sumibi.core.storage import (
+    STORE_TIMEOUT_MOST_S,
+    STORE_TIMEOUT_S,
+    check_directory,
+    parse_bytes,
+    said,
+    size_text,
+    store_directory,
+)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_FILE = Path("stack.yaml")
@@ -41,73 +58,146 @@ Policy = Literal[
 Role = Literal["both", "prefill", "decode"]
 KeyPath = tuple[str, ...]
 ANY_KEY = "*"
+_Read = TypeVar("_Read")
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-_SIZE = re.compile(r"\d+(\.\d+)? ?([KMGT]i)?B?", re.ASCII)
+_SAID = "said"
+"""Type of an error whose text names the value itself, in the words that the engine has for it."""
+_MISSING = "missing_beside"
+"""Type of an error that a key is not there, though others beside it are."""
 
 
-def _size(value: Any) -> Any:
-    """A size as text: bytes (a number will do), or with a unit."""
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or not _SIZE.fullmatch(text):
+def _in_its_words(read: Callable[[str], _Read]) -> _Read:
+    """What `read` gives, told what to call the key: a ConfigError of it is reported under the key's path."""
+    try:
+        return read("")
+    except (ConfigError, RuntimeError) as cause:  # the latter: no such user's home directory
+        raise PydanticCustomError(_SAID, "{problem}", {"problem": str(cause).removeprefix(": ")}) from cause
+
+
+def _size(value: Any, least: int) -> Any:
+    """A size, as text in its shortest form, so that equal ones look alike."""
+    if not isinstance(value, int | str) or isinstance(value, bool):
         raise PydanticCustomError("size", "not a size; write bytes, or like 512MiB or 20GiB")
-    return text
+    return size_text(_in_its_words(lambda where: parse_bytes(value, where, least=least)))
 
 
-Size = Annotated[str, BeforeValidator(_size)]
+def _disk_path(path: str) -> str:
+    def read(where: str) -> None:
+        check_directory(_absolute(said(path, where, "a directory")), where)
+
+    if path:
+        _in_its_words(read)
+    return path
+
+
+def _store_url(url: str) -> str:
+    def read(where: str) -> None:
+        directory = store_directory(url, where)
+        if directory is not None:
+            check_directory(_absolute(directory), where)
+
+    if url:
+        _in_its_words(read)
+    return url
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+Size = Annotated[str, BeforeValidator(lambda value: _size(value, 1))]
+SizeOrNone = Annotated[str, BeforeValidator(lambda value: _size(value, 0))]
 
 
 class DiskTier(_Part):
     """KV on a local disk."""
 
-    path: str = Field(
+    path: Annotated[str, AfterValidator(_disk_path)] = Field(
         default="", description="a directory; each replica takes one of its own in it; empty: no such tier"
     )
     bytes: Size = Field(default="10GiB", description="most that a replica keeps there")
+
+    @model_validator(mode="after")
+    def _said_where(self) -> "DiskTier":
+        _want(self, "path", "disk")
+        return self
+
+    def absolute(self) -> "DiskTier":
+        """The same, told so that it means the same in every directory."""
+        return self.model_copy(update={"path": str(_absolute(self.path))}) if self.path else self
 
 
 class StoreTier(_Part):
     """KV that all replicas share."""
 
-    url: str = Field(
+    url: Annotated[str, AfterValidator(_store_url)] = Field(
         default="", description="a directory that others read too, or s3://bucket/prefix; empty: no such tier"
     )
     bytes: Size = Field(default="100GiB", description="most that all keep there")
+    timeout_s: float = Field(
+        default=STORE_TIMEOUT_S,
+        gt=0,
+        le=STORE_TIMEOUT_MOST_S,
+        description="longest that one look-up or load may wait for it, seconds",
+    )
+
+    @model_validator(mode="after")
+    def _said_where(self) -> "StoreTier":
+        _want(self, "url", "store")
+        return self
+
+    def absolute(self) -> "StoreTier":
+        """The same, told so that it means the same in every directory."""
+        directory = store_directory(self.url) if self.url else None
+        return self if directory is None else self.model_copy(update={"url": str(_absolute(directory))})
+
+
+def _want(tier: _Part, place: str, name: str) -> None:
+    """What is said of a tier says where it lies, or nothing else."""
+    others = [key for key in type(tier).model_fields if key in tier.model_fields_set and key != place]
+    meant = [key for key in others if getattr(tier, key) != type(tier).model_fields[key].default]
+    if getattr(tier, place) or not others:
+        return
+    problem = f"without it there is no such tier: say it, or leave {name} out"
+    if place not in tier.model_fields_set:
+        raise _wrong(place, None, problem, _MISSING)
+    if meant:
+        raise _wrong(place, getattr(tier, place), problem)
 
 
 class Tiers(_Part):
     """KV below the device."""
 
-    host_bytes: Size = Field(default="0", description="host memory of a replica for KV, like 2GiB; 0: none")
+    host_bytes: SizeOrNone = Field(
+        default="0", description="host memory of a replica for KV, like 2GiB; 0: none"
+    )
     disk: DiskTier = Field(default_factory=DiskTier, description="KV on a local disk")
     store: StoreTier = Field(default_factory=StoreTier, description="KV that all replicas share")
 
-    @model_validator(mode="after")
-    def _said_where(self) -> "Tiers":
-        if self.disk.bytes != DiskTier().bytes and not self.disk.path:
-            raise _wrong(
-                "disk", None, "a size alone is no tier: say engines.tiers.disk.path, or leave disk out"
-            )
-        if self.store.bytes != StoreTier().bytes and not self.store.url:
-            raise _wrong(
-                "store", None, "a size alone is no tier: say engines.tiers.store.url, or leave store out"
-            )
-        return self
+    def absolute(self) -> "Tiers":
+        """The same, told so that it means the same in every directory."""
+        said_of: dict[str, Any] = {
+            name: getattr(self, name).absolute()
+            for name in ("disk", "store")
+            if name in self.model_fields_set
+        }
+        return self.model_copy(update=said_of)
 
     def config(self, replica: int) -> dict[str, Any] | None:
         """What `sumibi engine --kv-tiers` is told; None: no tier."""
         told: dict[str, Any] = {}
-        if float(self.host_bytes.rstrip("KMGTiB ")):
+        if self.host_bytes != "0":
             told["host_bytes"] = self.host_bytes
         if self.disk.path:
-            path = str(Path(self.disk.path).expanduser().resolve() / f"engine-{replica}")
+            path = str(Path(self.disk.absolute().path) / f"engine-{replica}")
             told["disk"] = {"path": path, "bytes": self.disk.bytes}
         if self.store.url:
-            told["store"] = {"url": self.store.url, "bytes": self.store.bytes}
+            told["store"] = self.store.absolute().model_dump()
         return told or None
 
 
@@ -166,9 +256,9 @@ class Engines(_Part):
         return [role for role, count in counts.items() for _ in range(count)]
 
 
-def _wrong(key: str, value: object, problem: str) -> ValidationError:
+def _wrong(key: str, value: object, problem: str, kind: str = "beside_others") -> ValidationError:
     """A value that is wrong beside others, reported like one that is wrong by itself."""
-    error = PydanticCustomError("beside_others", "{problem}", {"problem": problem})
+    error = PydanticCustomError(kind, "{problem}", {"problem": problem})
     return ValidationError.from_exception_data("Engines", [{"type": error, "loc": (key,), "input": value}])
 
 
@@ -318,9 +408,13 @@ def _explain(
     is_key = path[-1:] == ("[key]",)  # not its value is wrong but the key itself, one of the user's
     path = path[: len(path) - is_key]
     where = "command line" if path in overrides or file is None else str(file)
-    if where == str(file) and path in lines:
-        where = f"{file}, line {lines[path]}"
+    above = (path[:length] for length in range(len(path), 0, -1))  # a key that is missing has no line
+    line = next((lines[part] for part in above if part in lines), None)
+    if where == str(file) and line is not None:
+        where = f"{file}, line {line}"
     name = ".".join(path)
+    # pydantic begins with a capital; what follows may hold names and units.
+    problem = error["msg"][:1].lower() + error["msg"][1:]
     if not path:
         return f"{file or 'command line'}: {error['msg'].removeprefix('Value error, ')}"
     if error["type"] == "extra_forbidden":
@@ -329,21 +423,39 @@ def _explain(
         keys = ", ".join(known[-1] for known, _ in _known_keys(Stack) if _same(known[:-1], path))
         return f"{where}: {name} is {error['input']!r}: it must be a mapping ({keys})"
     if is_key:
-        return f"{where}: {'.'.join(path[:-1])} has the key {path[-1]!r}: {error['msg'].lower()}"
-    return f"{where}: {name} is {error['input']!r}: {error['msg'].lower()}"
+        return f"{where}: {'.'.join(path[:-1])} has the key {path[-1]!r}: {problem}"
+    if error["type"] == _SAID:
+        return f"{where}: {name}: {error['msg']}"
+    if error["type"] == _MISSING:
+        return f"{where}: {name} is missing: {problem}"
+    return f"{where}: {name} is {error['input']!r}: {problem}"
 
 
 def _suggest(path: KeyPath) -> str:
-    """The nearest known key anywhere in the model, else the keys known at this level."""
+    """The nearest known key of this level, else of the model, else the keys known at this level."""
     level = dict(_known_keys(Stack))
     siblings = [known[-1] for known in level if _same(known[:-1], path[:-1])]
     near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
+    near += [key for key in siblings if _one_in_other(key, path[-1])]
     if near:
         return f"; did you mean {'.'.join((*path[:-1], near[0]))!r}?"
     elsewhere = [known for known in level if known[-1] == path[-1]]
     if elsewhere:
-        return f"; did you mean {'.'.join(elsewhere[0])!r}?"
+        nearest = max(elsewhere, key=lambda known: _shared(known, path))
+        return f"; did you mean {'.'.join(nearest)!r}?"
     return f"; known here: {', '.join(siblings)}"
+
+
+def _shared(known: KeyPath, path: KeyPath) -> int:
+    """How many parts they begin with alike."""
+    alike = (k in (ANY_KEY, p) for k, p in zip(known, path, strict=False))
+    return sum(takewhile(bool, alike))
+
+
+def _one_in_other(known: str, key: str) -> bool:
+    """Whether all words of one are the other's, like `host` and `host_bytes`."""
+    words, wanted = set(known.split("_")), set(key.split("_"))
+    return words <= wanted or wanted <= words
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:

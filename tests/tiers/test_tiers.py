@@ -410,6 +410,23 @@ def test_wrong_arguments_are_refused(make, call):
         call(make(host=5000))
 
 
+@pytest.mark.parametrize("wrong", ["str", 7, bytearray(b"x"), None])
+def test_an_id_that_is_not_bytes_is_refused(make, tmp_path, wrong):
+    tiers = make(host=5000, disk=DiskTier(str(tmp_path), 100_000))
+    calls = [
+        lambda: tiers.store([(wrong, None, bytes(1000))]),
+        lambda: tiers.load([wrong], [bytearray(1000)]),
+        lambda: tiers.find([wrong]),
+        lambda: tiers.prefetch([wrong]),
+    ]
+    if wrong is not None:
+        calls.append(lambda: tiers.store([(b"x", wrong, bytes(1000))]))
+    for call in calls:
+        with pytest.raises(TypeError, match=f"an id that is {type(wrong).__name__}, not bytes"):
+            call()
+    assert tiers.stats().tiers[Tier.HOST].blocks == 0
+
+
 def test_a_block_that_is_computed_again_is_not_the_next_to_go_from_disk(kit, make, tmp_path):
     disk = DiskTier(str(tmp_path), 4 * kit.FILE)
     first = make(disk=disk)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sumibi.core.errors import ConfigError, EnvironmentProblem
+from sumibi.core.storage import store_directory
 from sumibi.tiers.blockfile import HEADER_BYTES, Corrupt, Header, check, encode_header
-from sumibi.tiers.config import StoreTier, store_directory
+from sumibi.tiers.config import StoreTier
 from sumibi.tiers.directory import SUFFIX, BlockDirectory, Found, Missing
 from sumibi.tiers.host import as_bytes
 from sumibi.tiers.words import Buffer

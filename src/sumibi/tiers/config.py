@@ -3,19 +3,14 @@
 "bytes": "100GiB"}}`, parsed here and nowhere else.
 """
 
-import re
 from collections.abc import Mapping
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from sumibi.core.errors import ConfigError
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+from sumibi.core.storage import STORE_TIMEOUT_MOST_S, STORE_TIMEOUT_S, parse_bytes, said, store_directory
 
 
 class DiskTier(msgspec.Struct, frozen=True):
@@ -30,7 +25,7 @@ class StoreTier(msgspec.Struct, frozen=True):
 
     url: str
     bytes: int
-    timeout_s: float = 5.0
+    timeout_s: float = STORE_TIMEOUT_S
     """How long one call of `find` or `load` may wait for the store in all."""
 
     def name(self, namespace: str) -> str:
@@ -67,7 +62,7 @@ class TiersConfig(msgspec.Struct, frozen=True):
             None
             if raw.disk is None
             else DiskTier(
-                _said(raw.disk.path, f"{where}.disk.path", "a directory"),
+                said(raw.disk.path, f"{where}.disk.path", "a directory"),
                 parse_bytes(raw.disk.bytes, f"{where}.disk.bytes"),
             )
         )
@@ -96,7 +91,7 @@ class _RawDisk(msgspec.Struct, forbid_unknown_fields=True):
 class _RawStore(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     bytes: int | str
-    timeout_s: float = 5.0
+    timeout_s: float = STORE_TIMEOUT_S
 
 
 class _Raw(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,57 +100,14 @@ class _Raw(msgspec.Struct, forbid_unknown_fields=True):
     store: _RawStore | None = None
 
 
-def parse_bytes(value: int | str, where: str, *, least: int = 1) -> int:
-    """A size in bytes: a number, or text with KiB, MiB, GiB or TiB. Raises ConfigError naming `where`."""
-    if isinstance(value, str):
-        found = _SIZE.fullmatch(value)
-        unit = _UNITS.get(found[2].upper()) if found else None
-        if found is None or unit is None:
-            raise ConfigError(f"{where}: {value!r} is not a size; write bytes, or like '512MiB' or '20GiB'")
-        size = int(float(found[1]) * unit)
-    else:
-        size = value
-    if size < least:
-        raise ConfigError(f"{where}: {value!r} is too small; at least {least} byte(s)")
-    return size
-
-
 def _short(source: object) -> str:
     shown = repr(source)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def _said(text: str, where: str, what: str) -> str:
-    if not text.strip():
-        raise ConfigError(f"{where}: {text!r} is empty; give {what}")
-    return text
-
-
-def store_directory(url: str, where: str = "kv tiers: store.url") -> Path | None:
-    """The directory that a store's URL names; None: it names a bucket. Raises ConfigError where something is
-    missing: blocks would be written elsewhere than is thought.
-    """
-    parts = urlsplit(url)
-    if "://" not in url:
-        return Path(_said(url, where, "a shared directory or s3://bucket/prefix"))
-    if parts.scheme == "file":
-        if parts.netloc in ("", "localhost") and len(parts.path) > 1:
-            return Path(parts.path)
-        raise ConfigError(
-            f"{where}: {url!r} names the host {parts.netloc!r} and the directory {parts.path!r}; a directory"
-            " of this machine, where a share may be mounted, is file:///its/path"
-        )
-    if parts.scheme != "s3":
-        raise ConfigError(
-            f"{where}: {url!r} has the scheme {parts.scheme!r}; give a directory (a path or file://) or"
-            " s3://bucket/prefix"
-        )
-    if not parts.netloc:
-        raise ConfigError(f"{where}: {url!r} names no bucket; give s3://bucket/prefix")
-    return None
-
-
 def _positive(value: float, where: str) -> float:
-    if not 0 < value <= 3600:
-        raise ConfigError(f"{where}: {value!r} is out of range; seconds, above 0 and at most 3600")
+    if not 0 < value <= STORE_TIMEOUT_MOST_S:
+        raise ConfigError(
+            f"{where}: {value!r} is out of range; seconds, above 0 and at most {STORE_TIMEOUT_MOST_S:g}"
+        )
     return value

@@ -110,6 +110,7 @@ class BlockTiers:
         """Like `match`, and asks the store about what is not known. `ids` is one chain, each the parent of
         the next. May block for the store's `timeout_s`; a store that fails is left out, and counted.
         """
+        self._check_ids(ids)
         with self._books.lock:
             places = [self._books.where(content_id) for content_id in ids]
         unknown = [i for i, place in enumerate(places) if place is None]
@@ -137,12 +138,14 @@ class BlockTiers:
         """
         if len(ids) != len(buffers):
             raise ValueError(f"{len(ids)} ids and {len(buffers)} buffers")
+        self._check_ids(ids)
         return self._up.load(ids, [self._target(buffer) for buffer in buffers])
 
     def prefetch(self, ids: Sequence[bytes]) -> int:
         """Bring blocks up to host memory in the background, in this order, while nobody loads; how many are
         to come. None without a host tier.
         """
+        self._check_ids(ids)
         return self._prefetch.bring_up(ids)
 
     @property
@@ -261,7 +264,13 @@ class BlockTiers:
 
     # Small things
 
+    def _check_ids(self, ids: Sequence[bytes]) -> None:
+        for content_id in ids:
+            self._check_id(content_id)
+
     def _check_id(self, content_id: bytes) -> None:
+        if not isinstance(content_id, bytes):
+            raise TypeError(f"an id that is {type(content_id).__name__}, not bytes: {content_id!r:.80}")
         if not 0 < len(content_id) <= MAX_ID_BYTES:
             raise ValueError(f"an id of {len(content_id)} bytes; 1 to {MAX_ID_BYTES}")
 
