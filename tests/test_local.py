@@ -16,14 +16,14 @@ import msgspec
 import psutil
 import pytest
 
-from sumibi.core.errors import EnvironmentProblem
+from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.engine.transfer.config import parse_kv_transfer
 from sumibi.gateway.options import engine_options
-from sumibi.local import runfile
+from sumibi.local import runfile, updown
 from sumibi.local.plan import ChildPlan, StackPlan, plan_stack, share_cores
 from sumibi.local.runfile import ChildState, RunRecord
 from sumibi.local.supervisor import Child, Limits, pause_s
-from sumibi.local.updown import down, taken_ports
+from sumibi.local.updown import StartFailed, down, taken_ports, up
 from sumibi.stack import load_stack
 
 SERVER = """
@@ -344,6 +344,113 @@ def test_a_port_in_use_is_named_with_the_key_that_changes_it():
     assert said == [
         f"cannot listen on 127.0.0.1:{port} (Address already in use): change gateway.port (or --port)"
     ]
+
+
+RUNNING = RunRecord(pid=1, model="tiny", url="http://u", admin_url="http://a", children=[], ready=True)
+
+
+def tiny(parts: dict) -> dict:
+    return {("model",): "tiny"} | {(name,): part for name, part in parts.items()}
+
+
+def up_again(tmp_path: Path, monkeypatch, running: dict, wanted: dict) -> str:
+    """What a second `up`, of `wanted` and in another directory, is told; "" if nothing."""
+    state = tmp_path / "state"
+    lock = runfile.take_lock(state)
+    assert lock is not None
+    monkeypatch.setattr(updown, "taken_ports", lambda stack: [])  # nothing listens, nothing is started
+    (tmp_path / "elsewhere").mkdir()
+    try:
+        monkeypatch.chdir(tmp_path)
+        updown._prepare(load_stack(None, tiny(running)), state, lambda *_: None)
+        runfile.write_run(state, RUNNING)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        found = up(load_stack(None, tiny(wanted)), state, lambda *_: None)
+    except ConfigError as refused:
+        return str(refused)
+    finally:
+        os.close(lock)
+    assert not found.started
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("running", "wanted"),
+    [
+        ({"engines": {"tiers": {"host_bytes": "64MiB"}}}, {"engines": {"tiers": {"host_bytes": "64MiB"}}}),
+        ({"engines": {"tiers": {"host_bytes": "64MiB"}}}, {"engines": {"tiers": {"host_bytes": 67108864}}}),
+        ({"engines": {"tiers": {"host_bytes": "64MiB"}}}, {"engines": {"tiers": {}}}),
+        (
+            {"engines": {"tiers": {"disk": {"path": "kv"}, "store": {"url": "s"}}}},
+            {"engines": {"tiers": {"disk": {"path": "../kv"}, "store": {"url": "../s"}}}},
+        ),
+        (
+            {"engines": {"tiers": {"store": {"url": "s3://b"}}}},
+            {"engines": {"tiers": {"store": {"url": "s3://b", "bytes": "100GiB", "timeout_s": 5}}}},
+        ),
+        ({"gateway": {"bands": {1: {"ttl_s": 5}}}}, {"gateway": {"bands": {1: {"ttl_s": 5}}}}),
+        ({"gateway": {"bands": {1: {"ttl_s": 5}}}}, {"gateway": {"hold_above_s": 1}}),
+        # What a queue does not say it takes from `other_bands`, whether that is written or not.
+        (
+            {"gateway": {"other_bands": {"ttl_s": 7}, "bands": {1: {"max_requests": 5}}}},
+            {"gateway": {"bands": {1: {"max_requests": 5, "ttl_s": 7}, 2: {"ttl_s": 7}}}},
+        ),
+    ],
+)  # fmt: skip
+def test_a_second_up_that_means_what_runs_finds_it(tmp_path, monkeypatch, running, wanted):
+    assert up_again(tmp_path, monkeypatch, running, wanted) == ""
+
+
+@pytest.mark.parametrize(
+    ("running", "wanted", "said"),
+    [
+        (
+            {"engines": {"tiers": {"host_bytes": "64MiB"}}},
+            {"engines": {"tiers": {"host_bytes": "128MiB"}}},
+            "at http://u/v1: engines.tiers.host_bytes 64MiB (not 128MiB); `sumibi down`",
+        ),
+        (
+            {"engines": {"tiers": {"host_bytes": "64MiB"}}},
+            {"engines": {"tiers": {"host_bytes": "64MiB", "store": {"url": "s3://b"}}}},
+            ": engines.tiers.store.url '' (not s3://b);",
+        ),
+        (
+            {"engines": {"tiers": {"disk": {"path": "kv"}}}},
+            {"engines": {"tiers": {"disk": {"path": "kv"}}}},  # from another directory
+            "/elsewhere/kv);",
+        ),
+        (
+            {"gateway": {"bands": {1: {"ttl_s": 5}}}},
+            {"gateway": {"bands": {1: {"ttl_s": 5}, 2: {"ttl_s": 6}}}},
+            ": gateway.bands.2.ttl_s 300.0 (not 6.0);",
+        ),
+        (
+            {"gateway": {"objectives": {"a": 1, "b": 2}}},
+            {"gateway": {"objectives": {"a": 1}}},
+            ": gateway.objectives {'a': 1, 'b': 2} (not {'a': 1});",
+        ),
+    ],
+)
+def test_a_second_up_with_other_settings_names_what_differs(tmp_path, monkeypatch, running, wanted, said):
+    assert said in up_again(tmp_path, monkeypatch, running, wanted)
+
+
+def test_what_an_engine_says_of_its_tiers_is_told_with_the_stack_s_key(tmp_path):
+    state = tmp_path / "state"
+    lock = runfile.take_lock(state)
+    assert lock is not None
+    words = "sumibi engine: kv tiers: host_bytes 1024 holds no block of 737280 bytes"
+    for failure, last in (
+        (words, "(in the stack: engines.tiers.host_bytes)"),
+        ("out of luck", "out of luck"),
+    ):
+        failed = msgspec.structs.replace(RUNNING, ready=False, failure=failure, failure_exit_code=2)
+        runfile.write_run(state, failed)
+        with pytest.raises(StartFailed) as caught:
+            up(load_stack(None, {("model",): "tiny"}), state, lambda *_: None)
+        assert str(caught.value).splitlines()[-1] == last
+        assert failure in str(caught.value)
+    os.close(lock)
 
 
 def test_a_run_file_left_behind_is_no_running_stack(tmp_path):

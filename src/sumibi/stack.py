@@ -249,6 +249,15 @@ class Engines(_Part):
             )
         return self
 
+    def absolute(self) -> "Engines":
+        """The same, told so that it means the same in every directory."""
+        changed: dict[str, Any] = {}
+        if self.secret_file:
+            changed["secret_file"] = str(_absolute(self.secret_file))
+        if "tiers" in self.model_fields_set:
+            changed["tiers"] = self.tiers.absolute()
+        return self.model_copy(update=changed)
+
     @property
     def roles(self) -> list[Role]:
         """Of each replica in order; those that have side channels come first."""

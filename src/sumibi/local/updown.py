@@ -8,16 +8,19 @@ for settings that the first one does not have.
 
 import difflib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from sumibi.admin import Admin, wait_for_fleet
 from sumibi.core.errors import ConfigError, EnvironmentProblem, ModelError, SumibiError
@@ -35,7 +38,7 @@ from sumibi.local.runfile import (
     take_lock,
 )
 from sumibi.local.supervisor import Supervisor
-from sumibi.stack import DEFAULT_MODEL, Stack
+from sumibi.stack import DEFAULT_MODEL, Stack, known_keys
 
 Report = Callable[[str, str, float | None], None]
 """Called with who (`model`, `engine-0`, ...), what, and the fraction done if it is known."""
@@ -110,7 +113,7 @@ def up_in_foreground(stack: Stack, state_dir: Path, report: Report) -> int:
         code = Supervisor(plan, state_dir).run(lambda record: _report_changes(record, seen, report))
         failed = read_run(state_dir)
         if code and failed is not None:
-            raise StartFailed(failed.failure, code)
+            raise StartFailed(_with_key(failed.failure), code)
         return code
     finally:
         os.close(lock)
@@ -184,9 +187,13 @@ def _refuse_other_settings(wanted: Stack, state_dir: Path, record: RunRecord) ->
         running = Stack.model_validate_json((state_dir / STACK_FILE).read_bytes())
     except (OSError, ValueError):
         return  # left by another version: nothing to compare with
-    has = _settings(running, said_only=False)
-    said = _settings(_with_absolute_model(wanted), said_only=True)
-    other = [f"{key} {has[key]} (not {value})" for key, value in said.items() if has[key] != value]
+    # Each has a queue for every priority; those are compared that either has one of its own for.
+    priorities = {*running.gateway.bands, *wanted.gateway.bands}
+    if "bands" not in wanted.gateway.model_fields_set:
+        priorities = set()
+    has = dict(_settings(_with_bands(running, priorities), said_only=False))
+    said = _settings(_with_bands(_as_meant(wanted), priorities), said_only=True)
+    other = [f"{key} {_shown(has[key])} (not {_shown(value)})" for key, value in said if has[key] != value]
     if other:
         raise ConfigError(
             f"a stack with other settings is running at {record.url}/v1: {', '.join(other)};"
@@ -194,22 +201,40 @@ def _refuse_other_settings(wanted: Stack, state_dir: Path, record: RunRecord) ->
         )
 
 
-def _settings(stack: Stack, *, said_only: bool) -> dict[str, object]:
-    """Dotted key -> value, without defaults if `said_only`."""
-    found: dict[str, object] = {}
-    for name, value in stack.model_dump(exclude_unset=said_only).items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+def _settings(part: BaseModel, path: str = "", *, said_only: bool) -> Iterator[tuple[str, object]]:
+    """Dotted key and value of everything in `part`, without defaults if `said_only`."""
+    for name in type(part).model_fields:
+        if said_only and name not in part.model_fields_set:
+            continue
+        value = getattr(part, name)
+        key = f"{path}{name}"
+        if isinstance(value, BaseModel):
+            yield from _settings(value, f"{key}.", said_only=said_only)
+        elif key == "gateway.bands":
+            for priority, band in value.items():
+                yield from _settings(band, f"{key}.{priority}.", said_only=said_only)
         else:
-            found[name] = value
-    return found
+            yield key, value
 
 
-def _with_absolute_model(stack: Stack) -> Stack:
-    """The same stack, its model (if a directory) named so that it can be compared from elsewhere."""
-    if stack.model in (TINY, DEFAULT_MODEL):
-        return stack
-    return stack.model_copy(update={"model": str(Path(stack.model).expanduser().resolve())})
+def _shown(value: object) -> object:
+    return "''" if value == "" else value
+
+
+def _with_bands(stack: Stack, priorities: Iterable[int]) -> Stack:
+    """The same stack, which says the queues of these priorities in full, and no others."""
+    bands = {priority: stack.gateway.band(priority) for priority in sorted(priorities)}
+    return stack.model_copy(update={"gateway": stack.gateway.model_copy(update={"bands": bands})})
+
+
+def _as_meant(stack: Stack) -> Stack:
+    """The same stack, its files and directories named so that they can be compared from elsewhere."""
+    meant: dict[str, Any] = {}
+    if stack.model not in (TINY, DEFAULT_MODEL):
+        meant["model"] = str(Path(stack.model).expanduser().resolve())
+    if "engines" in stack.model_fields_set:
+        meant["engines"] = stack.engines.absolute()
+    return stack.model_copy(update=meant)
 
 
 def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
@@ -217,7 +242,8 @@ def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
     remove_run(state_dir)
     (state_dir / SUPERVISOR_LOG).unlink(missing_ok=True)
     try:
-        (state_dir / STACK_FILE).write_text(_with_absolute_model(stack).model_dump_json())
+        meant = _with_bands(_as_meant(stack), stack.gateway.bands)
+        (state_dir / STACK_FILE).write_text(meant.model_dump_json())
     except OSError as cause:
         raise EnvironmentProblem(f"cannot write to the state directory {state_dir}: {cause}") from cause
     taken = taken_ports(stack)
@@ -285,7 +311,7 @@ def _follow(state_dir: Path, report: Report, alive: Callable[[], bool]) -> RunRe
         if record is not None:
             _report_changes(record, seen, report)
             if record.failure:
-                raise StartFailed(record.failure, record.failure_exit_code)
+                raise StartFailed(_with_key(record.failure), record.failure_exit_code)
             if record.ready and still_alive:
                 return record
         if not still_alive:
@@ -293,6 +319,13 @@ def _follow(state_dir: Path, report: Report, alive: Callable[[], bool]) -> RunRe
             text = log.read_text(errors="replace").strip() if log.exists() else ""
             raise StartFailed(f"the start ended before the stack was ready; {log}:\n{text}", 1)
         time.sleep(_POLL_S)
+
+
+def _with_key(failure: str) -> str:
+    """A failure of the start with the stack's word for what an engine says of its tiers."""
+    said = re.search(r"kv tiers: ([a-z_.]+)", failure)
+    key = f"engines.tiers.{said[1]}" if said else ""
+    return f"{failure}\n(in the stack: {key})" if key in known_keys() else failure
 
 
 def _report_changes(record: RunRecord, seen: dict[str, str], report: Report) -> None:
