@@ -288,6 +288,7 @@ def test_nixlv2_needs_no_port():
 def test_what_engines_lost_of_kv_is_named_with_its_fix(metrics_page):
     url = metrics_page(
         'sumibi:kv_transfer_failures_total{engine="0",model_name="m",reason="secret"} 3.0\n'
+        'sumibi:kv_transfer_refusals_total{engine="0",model_name="m",reason="secret"} 6.0\n'
         'sumibi:kv_tier_corrupt_total{engine="0",model_name="m",tier="disk"} 22.0\n'
         'sumibi:kv_tier_corrupt_total{engine="1",model_name="m",tier="disk"} 1.0\n'
         'sumibi:kv_tier_errors_total{engine="0",model_name="m",tier="disk"} 0.0\n'
@@ -296,9 +297,11 @@ def test_what_engines_lost_of_kv_is_named_with_its_fix(metrics_page):
     checks = doctor.check_kv(running(endpoints=[gone, *(endpoint(endpoint=f"{url}#{i}") for i in "01")]))
     assert [(check.name, check.verdict) for check in checks] == [
         (f"KV transfers (secret) of {url}", Verdict.WARNING),
+        (f"side channel (secret) of {url}", Verdict.WARNING),
         (f"KV tier (disk) of {url}", Verdict.WARNING),
     ]
     assert checks[0].found.startswith("3 pulls")
-    assert "same secret_file" in checks[0].fix
-    assert checks[1].found.startswith("23 blocks")
+    assert checks[1].found.startswith("6 peers")
+    assert all("same secret_file" in check.fix for check in checks[:2])
+    assert checks[2].found.startswith("23 blocks")
     assert doctor.check_kv(running(endpoints=[gone])) == []

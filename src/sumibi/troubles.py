@@ -35,13 +35,20 @@ _TROUBLES = {
     "sumibi:kv_transfer_failures_total": _Trouble(
         "reason", "pulls from a prefill engine brought not all", _SEE_LOG
     ),
+    "sumibi:kv_transfer_refusals_total": _Trouble("reason", "peers that came for blocks got none", _SEE_LOG),
     "sumibi:kv_transfer_corrupt_blocks_total": _Trouble(
         "",
         "blocks from a prefill engine had a wrong checksum",
         "do proxies or hardware on the way change bytes?",
     ),
 }
-_SECRET_FIX = "give this engine and those that it fetches from the same secret_file"
+_REFUSALS = "sumibi:kv_transfer_refusals_total"
+"""Seen from the prefill engine; failures are the decode engine's view."""
+_FIXES = {
+    "secret": "give all engines of a pool the same secret_file (or SUMIBI_KV_TRANSFER_SECRET), or none",
+    "namespace": "serve the same weights with the same name, dtype and block size on both sides",
+}
+"""Where the reason says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ def troubles(samples: Sequence[Sample]) -> list[Trouble]:
     found = []
     for (name, kind), count in counts.items():
         trouble = _TROUBLES[name]
-        fix = _SECRET_FIX if kind == "secret" else trouble.fix
-        about = f"KV {'transfers' if 'transfer' in name else 'tier'}" + (f" ({kind})" if kind else "")
-        found.append(Trouble(about, f"{count:g} {trouble.found}", fix))
+        about = "side channel" if name == _REFUSALS else "KV transfers" if "transfer" in name else "KV tier"
+        about += f" ({kind})" if kind else ""
+        found.append(Trouble(about, f"{count:g} {trouble.found}", _FIXES.get(kind, trouble.fix)))
     return found

@@ -66,21 +66,27 @@ def test_engines_with_the_same_secret_give_the_tokens_of_one_engine(served, make
         pair.idle()
 
 
-@pytest.mark.parametrize(
-    ("of_p", "of_d", "counted_by_p"),
-    [("ours", "others", 0), ("ours", None, 1), (None, "ours", 0)],
-)
+@pytest.mark.parametrize("protocol", ["serial", "stream"])
+@pytest.mark.parametrize(("of_p", "of_d"), [("ours", "others"), ("ours", None), (None, "ours")])
 def test_others_compute_for_themselves_and_both_sides_count_why(
-    served, make_prompt, eventually, of_p, of_d, counted_by_p
+    served, make_prompt, eventually, caplog, of_p, of_d, protocol
 ):
     p, d, make_pair = served(of_p, of_d)
     with p, d:
         pair, token_ids = make_pair(p, d), make_prompt(next(SEEDS), 200)
-        answer = pair.serial(token_ids, max_tokens=8, ignore_eos=True)
-        assert answer["choices"][0]["token_ids"] == p.tokens(token_ids, max_tokens=8, ignore_eos=True)
+        fields = {"max_tokens": 8, "ignore_eos": True}
+        if protocol == "serial":
+            answer = pair.serial(token_ids, **fields)
+        else:
+            answer = pair.stream(token_ids, "once", **fields)
+        assert answer["choices"][0]["token_ids"] == p.tokens(token_ids, **fields)
         assert counted(d, "sumibi:kv_transfer_failures", "secret") == 1
-        # A decode side that was not convinced says nothing more; one without a secret is told why.
-        eventually(lambda: (counted(p, "sumibi:kv_transfer_refusals", "secret") > 0) == bool(counted_by_p))
+        # One is for the pull; the decode side's word that it needs nothing more is refused as well.
+        eventually(lambda: counted(p, "sumibi:kv_transfer_refusals", "secret") >= 2)
+        assert counted(p, "sumibi:kv_transfer_bad_connections", "") == 0
+        assert caplog.text.count("does not have the same secret as we") == 1
+        for shared in (OURS, OTHERS):
+            assert shared.decode() not in caplog.text
         assert "sumibi:kv_transfer_blocks_total{" not in d.http.get("/metrics").text
         p.door.engine.transfers._offers.end_all()  # nobody else may: the lease would end it
         pair.idle()

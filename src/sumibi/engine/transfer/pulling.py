@@ -16,6 +16,7 @@ from sumibi.engine.transfer.frames import (
     Hello,
     Proof,
     Pull,
+    Refused,
     Release,
     SharedMemory,
     Taken,
@@ -144,12 +145,14 @@ def _welcome(channel: Channel, secret: bytes | None, hello: Hello) -> Welcome:
     answer = channel.receive(Welcome, Challenge)
     if isinstance(answer, Welcome):
         if secret is not None:
+            channel.send(Refused("secret", "the peer has a secret"))  # so that both sides count it
             raise TransferError("secret", "the peer has no secret, and we have one")
         return answer
     assert isinstance(answer, Challenge)
     if secret is None:
         channel.send(Proof(b""))  # it says and counts why there is no Welcome
     elif not proves(answer.proof, secret, SideName.PREFILL, hello, answer.nonce):
+        channel.send(Proof(b""))  # the same; it proves nothing to who has proven nothing
         raise TransferError("secret", "the peer has another secret")
     else:
         channel.send(Proof(proof(secret, SideName.DECODE, hello, answer.nonce)))

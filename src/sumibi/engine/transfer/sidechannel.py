@@ -126,7 +126,9 @@ class SideChannel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._converse(Channel(connection, time.monotonic() + _HELLO_S, self._stopping.is_set))
         except TransferError as error:
-            if error.reason not in _BROKEN:
+            if error.reason == "secret":  # we have none, and the peer will not talk to us
+                self._turned_away(connection, error.reason)
+            elif error.reason not in _BROKEN:
                 self._metrics.bad_connections.inc()
                 log.warning("a connection to the side channel was closed: %s", error)
         except Exception:
@@ -141,10 +143,7 @@ class SideChannel:
         hello = channel.receive(Hello)
         refused = self._stranger(channel, hello) or self._refusal(hello)
         if refused is not None:
-            self._metrics.refusal(refused.reason)
-            if refused.reason == "secret" and not self._told_stranger:
-                self._told_stranger = True
-                log.warning("a peer without our secret was refused; more of these are counted only")
+            self._turned_away(channel.socket, refused.reason)
             channel.send(refused)
             return
         slots = attach(hello.memory, self._memory.block_bytes) if hello.memory is not None else None
@@ -165,6 +164,16 @@ class SideChannel:
         finally:
             if slots is not None:
                 slots.close()
+
+    def _turned_away(self, connection: socket.socket, reason: str) -> None:
+        """Count it; of those whose secret differs the first is logged."""
+        self._metrics.refusal(reason)
+        if reason == "secret" and not self._told_stranger:
+            self._told_stranger = True
+            log.warning(
+                "%s does not have the same secret as we: it gets no blocks; more of these are counted only",
+                _address(connection),
+            )
 
     def _stranger(self, channel: Channel, hello: Hello) -> Refused | None:
         """None if the peer knows our secret, or there is none. Nothing is said of us before that but that we
@@ -222,6 +231,14 @@ class SideChannel:
             )
             if slots is not None:
                 target.release()
+
+
+def _address(connection: socket.socket) -> str:
+    """Of the peer, without its port."""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "a peer that has gone"
 
 
 def _shut(connection: socket.socket) -> None:
