@@ -6,12 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 
+from sumibi.cli import machine
 from sumibi.core.errors import EngineUnavailable
 from sumibi.demo.lone import LoneEngine
 from sumibi.demo.texts import Texts
-from sumibi.demo.tiers_report import print_tables, write_json
-from sumibi.demo.tiers_script import KV_BLOCKS, Played, judge, script
+from sumibi.demo.tiers_report import print_tables, said, write_json, write_picture
+from sumibi.demo.tiers_script import KV_BLOCKS, TTFT_AT_MOST, Played, computed_s, judge, script
 
 WORDS = Texts(lambda text: len(text.split()), 1)
 
@@ -100,6 +102,55 @@ def test_what_is_shown_names_every_turn_and_claim(played, tmp_path, capsys):
     written = json.loads((tmp_path / "demo-tiers.json").read_text())
     assert [(step["side"], step["label"]) for step in written["steps"]] == [(t.side, t.label) for t in played]
     assert len(written["claims"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("cached", "line"),
+    [
+        ({}, "2008 tokens: all computed"),
+        ({"host": 1984}, "2008 tokens: 1984 from host memory, 24 computed"),
+        ({"device": 96, "disk": 1888}, "2008 tokens: 96 from device, 1888 from disk, 24 computed"),
+    ],
+)
+def test_a_turn_s_line_says_what_was_computed_and_where_the_rest_came_from(played, cached, line):
+    assert said(replace(played[0], prompt_tokens=2008, cached_by_tier=cached)) == line
+
+
+def test_the_picture_s_labels_are_clear_of_the_dashed_lines(played, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    # The worst: as slow as is claimed, and a little faster.
+    for share in (1.0, 0.8):
+        turns = [
+            replace(t, ttft_s=share * TTFT_AT_MOST[t.wanted] * computed_s(played))
+            if t.wanted in TTFT_AT_MOST
+            else t
+            for t in played
+        ]
+        write_picture(tmp_path / "x.png", turns, judge(turns))
+        (axes,) = drawn.pop().axes
+        axes.figure.draw_without_rendering()
+        boxes = [
+            text.get_window_extent() for text in axes.texts if text.get_text().replace(".", "").isdigit()
+        ]
+        lines = [line.get_window_extent() for line in axes.lines if line.get_linestyle() == "--"]
+        assert (len(boxes), len(lines)) == (len(played), 2)
+        assert not any(box.overlaps(line) for box in boxes for line in lines)
+
+
+@pytest.mark.parametrize("json_only", [False, True])
+def test_the_last_line_says_what_was_written_and_json_stays_json(tmp_path, monkeypatch, capsys, json_only):
+    files = [tmp_path / "x.json", tmp_path / "x.png"]
+    files[0].write_text("{}")
+    shown = machine._Shown(True, files, lambda: print("tables"))
+    monkeypatch.setitem(machine._SHOWS, machine.Demo.TIERS, lambda *_: shown)
+    with pytest.raises(typer.Exit):
+        machine.demo(machine.Demo.TIERS, tmp_path, "tiny", json_only)
+    output = capsys.readouterr()
+    written = f"written: {files[0]}, {files[1]}\n"
+    assert output.out == ("{}" if json_only else f"tables\n{written}")
+    assert json_only == (written in output.err)
 
 
 def test_the_log_has_what_was_started_and_what_it_said(tmp_path):

@@ -141,9 +141,10 @@ def demo(
     with console.progress() as report:
         shown = _SHOWS[what](model, out, report)
     if json:
-        print(shown.file.read_text(), end="")
+        print(shown.files[0].read_text(), end="")
     else:
         shown.print_tables()
+    typer.echo(f"written: {', '.join(map(str, shown.files))}", err=json)
     if not shown.held and load > cores / 4:
         busy = f"the machine was busy before it began (load average {load:.1f}, {cores} cores)"
         typer.echo(f"{busy}: waiting times are only right on a quiet one", err=True)
@@ -154,8 +155,8 @@ class _Shown(NamedTuple):
     """A demonstration that is over."""
 
     held: bool
-    file: Path
-    """The JSON."""
+    files: list[Path]
+    """What was written, the JSON first."""
     print_tables: Callable[[], None]
 
 
@@ -164,7 +165,9 @@ def _show_agents(model: str, out: Path, report: "Report") -> _Shown:
     from sumibi.demo.run import run_demo
 
     done = run_demo(model, out, report)
-    return _Shown(done.held, out / "demo.json", lambda: print_tables(done.steps, done.claims))
+    return _Shown(
+        done.held, _files(out, "demo.json", "demo.png"), lambda: print_tables(done.steps, done.claims)
+    )
 
 
 def _show_pd(model: str, out: Path, report: "Report") -> _Shown:
@@ -172,7 +175,9 @@ def _show_pd(model: str, out: Path, report: "Report") -> _Shown:
     from sumibi.demo.pd_report import print_table
 
     done = run_pd(model, out, report)
-    return _Shown(done.held, out / "demo-pd.json", lambda: print_table(done.steps, done.claims))
+    return _Shown(
+        done.held, _files(out, "demo-pd.json", "demo-pd.png"), lambda: print_table(done.steps, done.claims)
+    )
 
 
 def _show_tiers(model: str, out: Path, report: "Report") -> _Shown:
@@ -180,7 +185,12 @@ def _show_tiers(model: str, out: Path, report: "Report") -> _Shown:
     from sumibi.demo.tiers_run import run_demo
 
     done = run_demo(model, out, report)
-    return _Shown(done.held, out / "demo-tiers.json", lambda: print_tables(done.steps, done.claims))
+    files = _files(out, "demo-tiers.json", "demo-tiers.png", "demo-tiers.log")
+    return _Shown(done.held, files, lambda: print_tables(done.steps, done.claims))
+
+
+def _files(out: Path, *names: str) -> list[Path]:
+    return [out / name for name in names]
 
 
 _SHOWS = {Demo.AGENTS: _show_agents, Demo.PD: _show_pd, Demo.TIERS: _show_tiers}

@@ -18,6 +18,14 @@ def write_json(path: Path, played: Sequence[Played], claims: Sequence[Claim]) ->
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
+def said(turn: Played) -> str:
+    """Where its prompt came from, like `2048 tokens: 1984 from host memory, 64 computed`."""
+    parts = [f"{tokens} from {_NAMES.get(tier, tier)}" for tier, tokens in turn.cached_by_tier.items()]
+    computed = turn.prompt_tokens - sum(turn.cached_by_tier.values())
+    parts.append(f"{computed if parts else 'all'} computed")
+    return f"{turn.prompt_tokens} tokens: {', '.join(parts)}"
+
+
 def print_tables(played: Sequence[Played], claims: Sequence[Claim]) -> None:
     """Every turn, then the claims."""
     from rich.console import Console
@@ -69,12 +77,18 @@ def write_picture(path: Path, played: Sequence[Played], claims: Sequence[Claim])
                 fontsize=9, bbox={"facecolor": "white", "edgecolor": "none"},
             )  # fmt: skip
         places.append(at)
-    bars = axes.bar(places, [turn.ttft_s for turn in played], color=[_COLOURS[turn.place] for turn in played])
-    axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    axes.bar(places, [turn.ttft_s for turn in played], color=[_COLOURS[turn.place] for turn in played])
     for place, turn in zip(places, played, strict=True):
+        top_s = turn.ttft_s
         if turn.wanted in TTFT_AT_MOST:
             most_s = TTFT_AT_MOST[turn.wanted] * computed_s(played)
             axes.plot([place - 0.45, place + 0.45], [most_s, most_s], "k--", linewidth=1.2)
+            top_s = max(top_s, most_s)
+        # Above the dashed line, too, which would strike it through.
+        axes.annotate(
+            f"{turn.ttft_s:.2f}", (place, top_s), xytext=(0, 3), textcoords="offset points", ha="center",
+            va="bottom", fontsize=8,
+        )  # fmt: skip
     axes.set_xticks(places, [turn.label.replace(", turn ", ".") for turn in played])
     axes.set_ylabel("TTFT, s (dashed: what is claimed)")
     axes.margins(y=0.1)

@@ -9,7 +9,7 @@ from sumibi.demo.client import ask
 from sumibi.demo.lone import LoneEngine, cores
 from sumibi.demo.run import make_directory
 from sumibi.demo.texts import Texts
-from sumibi.demo.tiers_report import write_json, write_picture
+from sumibi.demo.tiers_report import said, write_json, write_picture
 from sumibi.demo.tiers_script import (
     DISK_BYTES,
     HOST_BYTES,
@@ -88,8 +88,8 @@ def _play(engine: LoneEngine, turns: Iterable[Turn], done: int, total: int, repo
         played.append(result)
         report(
             f"tiers {turn.side}",
-            f"turn {done + len(played)} of {total}: {turn.label}: {answer.cached_tokens} of "
-            f"{answer.prompt_tokens} tokens from {result.place}, first token after {answer.ttft_s:.3f} s",
+            f"turn {done + len(played)} of {total}: {turn.label}: {said(result)}, first token after "
+            f"{answer.ttft_s:.3f} s",
             None,
         )
     return played
