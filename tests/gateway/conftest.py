@@ -224,6 +224,8 @@ class FakeEngine:
         """More that its only rank tells beside its KV events."""
         self.transfer: dict[str, object] | None = None
         """What /kv_transfer answers; None: there is no such route."""
+        self.transfer_asks = 0
+        self.transfer_wait_s = 0.0
         self.hints: list[str] = []
         """Requests that it was told to bring up."""
         self.hint_status: int | None = 202
@@ -297,6 +299,8 @@ class FakeEngine:
                 pages = {str(i): p.config | self.sources for i, p in enumerate(publishers)}
                 await respond_json(writer, 200, pages)
             case "/kv_transfer" if self.transfer is not None:
+                self.transfer_asks += 1
+                await asyncio.sleep(self.transfer_wait_s)
                 await respond_json(writer, 200, self.transfer)
             case "/kv_prefetch":
                 self.hints.append(request.json["request_id"])

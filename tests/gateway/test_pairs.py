@@ -350,7 +350,31 @@ async def test_a_decode_engine_that_cannot_fetch_computes_it_by_itself(lab, pool
         assert b"error" not in got.body
         assert len(kit.d[0].requests) == 2
         assert "kv_transfer_params" not in kit.d[0].requests[1].json
+        assert kit.legs() == {("nixlv2", "ok"): 1, ("nixlv2", "decode-failed"): 1}
         await kit.settled()
+
+
+@pytest.mark.parametrize("connector", ["sglang", "stream"])
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(503, "decode-failed"), (429, "decode-failed"), (400, "rejected")]
+)
+async def test_a_pair_that_its_decode_engine_ends_is_counted_once(
+    lab, pools, behaviours, connector, status, outcome
+):
+    async with lab() as it:
+        kit = pools(it)
+        await kit.start(connector)
+        kit.p[0].behave = behaviours.hang
+
+        async def decode(request, writer):
+            fetching = {"kv_transfer_params", "bootstrap_room"} & set(request.json)
+            await (behaviours.status(status, {}) if fetching else behaviours.well)(request, writer)
+
+        kit.d[0].behave = decode
+        got = await it.ask(body=CHAT)
+        assert got.status == (400 if status == 400 else 200)
+        await kit.settled()
+        assert kit.legs() == {(connector, outcome): 1}
 
 
 async def test_parameters_go_on_to_another_decode_engine_if_the_first_refuses(lab, pools):
@@ -430,6 +454,7 @@ async def test_a_decode_engine_that_waits_for_good_is_given_up(lab, pools, behav
         kit.d[0].behave = behaviours.hang
         got = await it.ask(body={**CHAT, "stream": True})
         assert got.status == 504
+        assert kit.legs() == {("nixlv2", "ok"): 1, ("nixlv2", "decode-failed"): 1}
         await it.until(lambda: kit.d[0].lost_clients == 1)
         await kit.settled()
 

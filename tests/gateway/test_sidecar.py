@@ -1,11 +1,13 @@
 """The sidecar: a header in the place of a router, the same pairs, everything else passed through."""
 
+import asyncio
 import contextlib
 import json
 
 import pytest
 
 from sumibi.core.errors import ConfigError
+from sumibi.gateway import sides
 from sumibi.gateway.options import Timeouts
 from sumibi.gateway.sidecar import Sidecar, SidecarOptions, sidecar_options
 
@@ -23,8 +25,11 @@ PARAMETERS = {
 PREFILLED = {"choices": [], "usage": {"prompt_tokens": 7}, "kv_transfer_params": PARAMETERS}
 
 
+TOLD = {"kv_connector": "stream", "kv_role": "kv_producer", "remote_host": "10.0.0.7", "remote_port": 5701}
+
+
 @contextlib.asynccontextmanager
-async def beside(it, behaviours, connector="nixlv2"):
+async def beside(it, behaviours, connector="nixlv2", **more):
     """(prefill engine, decode engine, sidecar) with the first one allowed."""
     prefill, decode = await it.engine(), await it.engine()
     prefill.behave = behaviours.status(200, PREFILLED)
@@ -32,7 +37,7 @@ async def beside(it, behaviours, connector="nixlv2"):
         decode.url, connector, [f"127.0.0.1:{prefill.port}"], host="127.0.0.1", port=1, kv_port=None
     )
     sidecar = Sidecar(
-        SidecarOptions(decode=made.decode, allow=made.allow, port=0, timeouts=Timeouts(connect_s=1.0))
+        SidecarOptions(decode=made.decode, allow=made.allow, port=0, timeouts=Timeouts(connect_s=1.0), **more)
     )
     await sidecar.start()
     try:
@@ -111,6 +116,106 @@ async def test_a_decode_engine_that_cannot_fetch_computes_it_by_itself(lab, beha
         decode.behave = behaviours.status(500, {"whole": False})
         got = await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
         assert (got.status, got.json) == (500, {"whole": False})
+
+
+@pytest.mark.parametrize("connector", ["nixlv2", "sglang", "stream"])
+async def test_a_pair_whose_decode_engine_cannot_fetch_is_counted(lab, behaviours, client_of, connector):
+    async with lab() as it, beside(it, behaviours, connector) as (prefill, decode, sidecar):
+        if connector != "nixlv2":
+            prefill.behave = behaviours.hang  # the decode engine is the first to know
+
+        async def behave(request, writer):
+            fetching = {"kv_transfer_params", "bootstrap_room"} & set(request.json)
+            await (behaviours.status(503, {}) if fetching else behaviours.well)(request, writer)
+
+        decode.behave = behave
+        assert (await ask(client_of, sidecar, body=CHAT, headers=named(prefill))).status == 200
+        legs = {f"{connector}/decode-failed": 1} | ({"nixlv2/ok": 1} if connector == "nixlv2" else {})
+        assert (await ask(client_of, sidecar, path="/sidecar/legs")).json == legs
+
+
+def side_channel(request):
+    params = request.json["kv_transfer_params"]
+    return params["remote_host"], params["remote_port"]
+
+
+async def test_prefill_engines_say_where_their_side_channel_is(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours, "stream") as (prefill, decode, sidecar):
+        prefill.transfer = TOLD
+        for _ in range(3):
+            assert (await ask(client_of, sidecar, body=CHAT, headers=named(prefill))).status == 200
+        assert [side_channel(request) for request in decode.requests] == [("10.0.0.7", 5701)] * 3
+        assert prefill.transfer_asks == 1, "and not for each request"
+        # It was started again, and its side channel is elsewhere: a pair fails, so it is asked again.
+        prefill.transfer = TOLD | {"remote_host": "", "remote_port": 5999}
+
+        async def behave(request, writer):
+            stale = "kv_transfer_params" in request.json and side_channel(request)[1] != 5999
+            await (behaviours.status(503, {}) if stale else behaviours.well)(request, writer)
+
+        decode.behave = behave
+        for _ in range(2):
+            assert (await ask(client_of, sidecar, body=CHAT, headers=named(prefill))).status == 200
+        assert side_channel(decode.requests[-1]) == ("127.0.0.1", 5999)
+        assert prefill.transfer_asks == 2
+
+
+async def test_an_old_word_is_asked_for_again_beside_the_requests(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours, "stream") as (prefill, decode, sidecar):
+        prefill.transfer, late_s = TOLD, 0.0
+        sidecar.shell._sides._now = lambda: sidecar.shell.now() + late_s
+        await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
+        prefill.transfer, late_s = TOLD | {"remote_port": 5999}, 11.0
+        await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
+        await it.until(lambda: not sidecar.shell._sides._asking)
+        await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
+        assert [side_channel(request)[1] for request in decode.requests] == [5701, 5701, 5999]
+
+
+@pytest.mark.parametrize("silent", ["no such route", "keeps nothing", "no answer"])
+async def test_an_engine_that_does_not_say_has_the_usual_port(
+    lab, behaviours, client_of, silent, caplog, monkeypatch
+):
+    monkeypatch.setattr(sides, "_ASK_S", 0.1)
+    async with lab() as it, beside(it, behaviours, "stream") as (prefill, decode, sidecar):
+        if silent != "no such route":
+            prefill.transfer = TOLD | ({"remote_port": 0} if silent == "keeps nothing" else {})
+        prefill.transfer_wait_s = 60.0 if silent == "no answer" else 0.0
+        for _ in range(2):
+            assert (await ask(client_of, sidecar, body=CHAT, headers=named(prefill))).status == 200
+        assert [side_channel(request) for request in decode.requests] == [("127.0.0.1", 5600)] * 2
+        assert prefill.transfer_asks <= 1
+        assert caplog.text.count("usual port is taken for it") == 1
+
+
+@pytest.mark.parametrize(("connector", "kv_port"), [("stream", 7000), ("nixlv2", None)])
+async def test_nobody_is_asked_for_what_is_said_or_not_needed(lab, behaviours, client_of, connector, kv_port):
+    async with lab() as it, beside(it, behaviours, connector, kv_port=kv_port) as (prefill, decode, sidecar):
+        prefill.transfer = TOLD
+        assert (await ask(client_of, sidecar, body=CHAT, headers=named(prefill))).status == 200
+        assert prefill.transfer_asks == 0
+        if kv_port:
+            assert side_channel(decode.requests[0]) == ("127.0.0.1", kv_port)
+
+
+async def test_a_client_may_leave_while_an_engine_is_asked(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours, "stream") as (prefill, _, sidecar):
+        prefill.transfer, prefill.transfer_wait_s = TOLD, 0.2
+        asking = [
+            asyncio.ensure_future(ask(client_of, sidecar, body=CHAT, headers=named(prefill))) for _ in "ab"
+        ]
+        await it.until(lambda: len(sidecar.shell.completions) == 2 and prefill.transfer_asks == 1)
+        asking[0].cancel()
+        await it.until(lambda: len(sidecar.shell.completions) == 1)
+        assert (await asking[1]).status == 200
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert (prefill.transfer_asks, len(prefill.requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_side_channel_s_port_is_one(port):
+    with pytest.raises(ConfigError, match=f"--kv-port is {port}: want 1 to 65535"):
+        sidecar_options("http://a:1", "stream", [], host="127.0.0.1", port=8000, kv_port=port)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -161,7 +161,10 @@ def sidecar(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     kv_port: Annotated[
         int | None,
-        typer.Option(help="Of the prefill engines' side channels. [default: usual for the connector]"),
+        typer.Option(
+            help="Of the prefill engines' side channels; nixlv2 needs none."
+            " [default: what they say at /kv_transfer, else 5600 (stream), 8998 (sglang)]"
+        ),
     ] = None,
 ) -> None:
     """Run prefill and decode apart beside a decode engine, for gateways that only route.

@@ -192,7 +192,7 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
             )
             for rank in range(ranks)
         ),
-        transfer=await _transfer(url, timeout_s),
+        transfer=await transfer_info(url, timeout_s),
     )
 
 
@@ -238,8 +238,8 @@ async def _event_sources(url: str, timeout_s: float) -> dict[int, _EventConfig]:
     return {rank: config for rank, config in configs.items() if 0 <= rank < _MAX_RANKS and config is not None}
 
 
-async def _transfer(url: str, timeout_s: float) -> TransferInfo | None:
-    """What it says of handing KV over; None if it cannot say."""
+async def transfer_info(url: str, timeout_s: float) -> TransferInfo | None:
+    """What the engine at `url` says of handing KV over; None if it cannot say. Raises EngineUnavailable."""
     page = await _page(url, "/kv_transfer", timeout_s)
     try:
         return msgspec.json.decode(page, type=TransferInfo) if page else None

@@ -452,9 +452,23 @@ class Completion:
     def _tried_again(self, reason: FinishReason) -> bool:
         """Report the end of an unanswered attempt; True if the router took care of what follows."""
         before = self.attempt
+        self._count_lost(reason)
         self._drop_pair()
         self._tell_finished(reason, None)
         return self.attempt != before or self._over
+
+    def _count_lost(self, reason: FinishReason) -> None:
+        """A pair's decode half failed, for `reason`: its prefill half was for nothing, unless its answer can
+        go to another decode engine. One that did all it could for a bad request is not counted again.
+        """
+        pair = self._pair
+        if pair is None:
+            return
+        if reason is FinishReason.REJECTED:
+            if pair.answer is None:
+                self._shell.leg_over(pair.connector.name, reason.value)
+        elif reason is not FinishReason.REFUSED or pair is not self._kept:
+            self._shell.leg_over(pair.connector.name, pairs.DECODE_FAILED)
 
     def _tell_finished(self, reason: FinishReason, usage: Usage | None) -> None:
         if not self._arrived:

@@ -28,15 +28,17 @@ from sumibi.routing.events import FinishReason
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
 """Of a prefill half: longer than any list of block ids. More is read and thrown away."""
 
-OK, NO_PARAMETERS, UNFIT, NO_CONNECTOR, KEPT = (
+OK, NO_PARAMETERS, UNFIT, NO_CONNECTOR, KEPT, DECODE_FAILED = (
     "ok",
     "bad-parameters",
     "unfit-request",
     "no-connector",
     "kept",
+    "decode-failed",
 )
 """Outcomes of prefill halves beside reasons for failures: as counted. `kept`: its parameters were left over
-from an attempt whose decode engine refused the connection.
+from an attempt whose decode engine refused the connection. `decode-failed`: whatever became of the half, the
+decode engine could not go on with it (its KV did not come, for instance).
 """
 
 

@@ -33,6 +33,7 @@ from sumibi.gateway.pairs import Owner, Pair
 from sumibi.gateway.passing import Passing
 from sumibi.gateway.server import HttpServer
 from sumibi.gateway.shell import Target
+from sumibi.gateway.sides import Sides
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.transfers import Transfer, transfer_of
 from sumibi.gateway.upstream import Call, Sink, Upstream
@@ -43,6 +44,13 @@ from sumibi.routing.events import Admitted, Dispatch, Event, Finished, FinishRea
 _ABORT_S = 2.0
 _DECODE = "decode"
 _RESPONSES = "/v1/responses"
+_DOUBTS = (
+    FinishReason.REFUSED,
+    FinishReason.ENGINE_GONE,
+    FinishReason.ENGINE_ERROR,
+    FinishReason.TIMEOUT,
+)
+"""Ends of a half after which the prefill engine is asked again where its side channel is."""
 _PAIRED_PATHS = (*COMPLETION_PATHS, _RESPONSES)
 _NO_TERMS = Terms(session="", program="", priority=0, ttl_s=None)
 
@@ -60,7 +68,7 @@ class SidecarOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     kv_port: int | None = None
-    """Of the prefill engines' side channels; None: usual for the connector."""
+    """Of prefill engines' side channels; None: they are asked, and who says nothing has the usual one."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -74,6 +82,8 @@ def sidecar_options(
         (engine,) = engine_options([f"{decode},role=decode,connector={connector}"])
     except ConfigError as cause:
         raise ConfigError(f"--decode is {decode!r}: want one http://HOST:PORT") from cause
+    if kv_port is not None and not 1 <= kv_port <= 65535:
+        raise ConfigError(f"--kv-port is {kv_port}: want 1 to 65535 (left out, prefill engines are asked)")
     for word in allow:
         if not _is_address(word):
             raise ConfigError(f"--allow-prefiller {word!r}: want HOST:PORT")
@@ -97,14 +107,27 @@ class SidecarShell:
         self.upstream = Upstream(*address_of(options.decode.url), options.timeouts, deadlines)
         host_header = options.decode.url.removeprefix("http://").encode()
         self._targets = {_DECODE: Target(self.upstream, host_header, None, self._transfer)}
+        self._sides = Sides(self.now)
+
+    def ready(self, prefill: str) -> asyncio.Task[None] | None:
+        """What to wait for before a pair with `prefill` can begin; None: nothing."""
+        assert self._transfer is not None
+        if self._options.kv_port is not None or self._transfer.connector.port is None:
+            return None
+        return self._sides.ask(prefill)
 
     def close(self) -> None:
-        """Close idle connections."""
+        """Close idle connections, ask nobody any more."""
+        self._sides.close()
         for target in self._targets.values():
             target.upstream.close()
 
     def tell(self, event: Event) -> None:
         """Go on as the header says."""
+        if isinstance(event, Prefilled | Finished) and (event.request in self.prefillers):
+            failed = event.failed if isinstance(event, Prefilled) else event.reason
+            if failed in _DOUBTS:
+                self._sides.doubt(self.prefillers[event.request])
         match event:
             case Admitted():
                 self._dispatch(event.request, 1, self.prefillers.get(event.request))
@@ -128,7 +151,9 @@ class SidecarShell:
         """A pair of the named prefill engine with the one beside."""
         assert self._transfer is not None
         connector, host = self._transfer.connector, prefill.rpartition(":")[0].strip("[]")
-        port = self._options.kv_port or connector.port or 0
+        port, told = self._options.kv_port or connector.port or 0, self._sides.told(prefill)
+        if told is not None and self._options.kv_port is None:
+            host, port = told.remote_host or host, told.remote_port
         values: Values = Transfer(connector, host, port).values()
         return Pair(owner, connector, prefill, body, values)
 
@@ -234,7 +259,12 @@ class Sidecar:
         )
         shell.completions[name] = completion
         shell.prefillers[name] = prefillers[0]
-        completion.arrive(Prompt(keys=[], prompt_tokens=0, grade=PromptGrade.APPROXIMATE))
+        prompt = Prompt(keys=[], prompt_tokens=0, grade=PromptGrade.APPROXIMATE)
+        waiting = shell.ready(prefillers[0])
+        if waiting is None:
+            completion.arrive(prompt)
+        else:
+            waiting.add_done_callback(lambda _: completion.arrive(prompt))
         return completion
 
 
