@@ -18,11 +18,12 @@ import pytest
 
 from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.engine.transfer.config import parse_kv_transfer
+from sumibi.gateway.main import ABORT_S
 from sumibi.gateway.options import engine_options
 from sumibi.local import runfile, updown
 from sumibi.local.plan import ChildPlan, StackPlan, plan_stack, share_cores
 from sumibi.local.runfile import ChildState, RunRecord
-from sumibi.local.supervisor import Child, Limits, pause_s
+from sumibi.local.supervisor import Child, Limits, is_healthy, pause_s
 from sumibi.local.updown import StartFailed, down, taken_ports, up
 from sumibi.stack import load_stack
 
@@ -33,6 +34,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
     def log_message(self, *args): pass
 if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+asked = []
+def busy(*_):
+    asked.append(1)
+    print("asked to stop", flush=True)
+    if len(asked) == 2: os._exit(0)
+if "busy" in sys.argv: signal.signal(signal.SIGTERM, busy)  # until it is asked twice
 print("cores", sorted(os.sched_getaffinity(0)), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -47,10 +54,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def server(name: str, *words: str, cores: tuple[int, ...] = ()) -> ChildPlan:
+def server(name: str, *words: str, cores: tuple[int, ...] = (), grace_s: float = 10.0) -> ChildPlan:
     port = free_port()
     argv = [sys.executable, "-c", SERVER, str(port), *words]
-    return ChildPlan(name=name, argv=argv, health_url=f"http://127.0.0.1:{port}/", cores=cores)
+    url = f"http://127.0.0.1:{port}/"
+    return ChildPlan(name=name, argv=argv, health_url=url, cores=cores, grace_s=grace_s)
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -172,16 +180,59 @@ def child(tmp_path) -> Iterator[Callable[..., Child]]:
 
     yield begin
     for one in children:
-        one.wait(until=0.0)
+        one.stopped(until=0.0)
 
 
 def test_a_child_that_ignores_a_request_to_stop_is_killed(child):
     stubborn = child(server("x", "stubborn"))
     eventually(lambda: stubborn.step(0.0) or stubborn.state is ChildState.READY)
     pid = stubborn.record().pid
-    stubborn.signal(signal.SIGTERM)
-    stubborn.wait(until=time.monotonic() + 0.1)
+    stubborn.stop()
+    assert not stubborn.stopped(until=time.monotonic() + 10)
+    assert stubborn.record().state is ChildState.STOPPING
+    assert stubborn.stopped(until=time.monotonic())
     assert not psutil.pid_exists(pid)
+
+
+def test_engines_are_there_until_the_gateway_has_drained_and_who_asks_twice_is_in_a_hurry(start):
+    stack = start(server("engine-0"), server("gateway", "busy", grace_s=60.0))
+    record = stack.wait_ready()
+    assert record.stop_within_s == 60.0 + 10.0
+    stack.process.send_signal(signal.SIGTERM)
+    eventually(lambda: [child.state for child in stack.record.children] == ["ready", "stopping"])
+    assert is_healthy(record.children[0].health_url, 1.0)
+    told: list[RunRecord] = []
+    reaper = threading.Thread(target=stack.process.wait)
+    reaper.start()
+    assert down(stack.dir, told.append)
+    reaper.join()
+    assert stack.process.returncode == 0
+    assert Path(record.children[1].log).read_text().count("asked to stop") == 2
+
+
+def test_a_gateway_that_drains_for_too_long_is_killed_and_down_says_what_it_waits_for(start):
+    stack = start(server("engine-0"), server("gateway", "busy", grace_s=2.0))
+    stack.wait_ready()
+    pids = stack.pids()
+    told: list[RunRecord] = []
+    reaper = threading.Thread(target=stack.process.wait)
+    reaper.start()
+    assert down(stack.dir, told.append)
+    reaper.join()
+    assert len(told) == 1
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_the_supervisor_waits_for_longer_than_the_gateway_drains():
+    stack = load_stack(None, {("gateway", "drain_timeout_s"): 45.0})
+    plan = plan_stack(stack, model_dir="tiny", state_dir=STATE, cores=[0, 1])
+    *engines, door = plan.children
+    assert door.argv[door.argv.index("--drain-timeout") + 1] == "45.0"
+    assert door.grace_s > 45.0 + ABORT_S
+    assert plan.stop_within_s == door.grace_s + engines[0].grace_s
+    assert plan.drain_timeout_s == 45.0
+    for engine in engines:
+        assert float(engine.argv[engine.argv.index("--shutdown-grace") + 1]) < engine.grace_s
 
 
 def test_a_child_that_ends_again_and_again_is_given_up(child):

@@ -295,6 +295,13 @@ class Gateway(_Part):
         default=8080, ge=1, le=65535, description="admin door, on 127.0.0.1, needs the admin key"
     )
     policy: Policy = Field(default="cost", description="how a replica is chosen")
+    drain_timeout_s: float = Field(
+        default=30.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="at `sumibi down`: time for running requests to finish; what is left ends with an error",
+    )
     objectives: dict[str, int] = Field(
         default_factory=dict,
         description="priorities by the word in a request's `x-llm-d-inference-objective`; others have 0",

@@ -23,6 +23,7 @@ LONG = "embers keep the kettle warm through the night. " * 20
 def stack(sumibi, free_ports):
     """A running stack; gone at the end whatever happened."""
     first = free_ports(4)
+    (sumibi.home / "stack.yaml").write_text("gateway: {drain_timeout_s: 2}\n")
     flags = ["--model", "tiny", "--engine-port", str(first), "--port", str(first + 2)]
     started = sumibi("up", *flags, "--admin-port", str(first + 3))
     try:
@@ -215,9 +216,35 @@ def test_a_gateway_that_was_killed_learns_the_caches_again_by_replay(url, sumibi
     assert {endpoint(sumibi, number)["grade"] for number in (0, 1)} == {"exact"}
 
 
-def test_down_leaves_no_process_and_no_port(url, sumibi):
+def test_down_leaves_no_process_no_port_and_no_request_without_an_answer(url, sumibi, eventually):
     pids = [child["pid"] for child in status(sumibi)["stack"]["children"]]
-    assert sumibi("down").stdout == "stopped\n"
+    answers: dict[str, httpx.Response] = {}
+
+    def ask(name: str, **more: object) -> None:
+        sent = body(ignore_eos=True, **more)
+        headers = {"x-request-id": name}
+        answers[name] = httpx.post(f"{url}/v1/chat/completions", json=sent, headers=headers, timeout=60)
+
+    # Eight choices of this length take even the tiny model longer than the drain time.
+    askers = [
+        threading.Thread(target=ask, args=(name,), kwargs={"n": 8, "max_tokens": 3000, "stream": stream})
+        for name, stream in (("stream", True), ("whole", False))
+    ]
+    for asker in askers:
+        asker.start()
+    eventually(lambda: 'in_flight{model="tiny"} 2' in httpx.get(f"{url}/metrics").text)
+    said = sumibi("down")
+    for asker in askers:
+        asker.join(60)
+    assert said.stdout == "stopped\n"
+    assert "running requests get up to 2 s to finish" in said.stderr
+    last = answers["stream"].text.strip().rpartition("\n")[2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "rejected-shutting-down"
+    assert answers["whole"].status_code == 503
+    assert answers["whole"].json()["error"]["code"] == "rejected-shutting-down"
+    records = [json.loads(line) for line in (sumibi.state / "usage.jsonl").read_text().splitlines()]
+    ended = {record["request"]: record["reason"] for record in records[-2:]}
+    assert ended == {"stream": "shutdown", "whole": "shutdown"}
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 if TYPE_CHECKING:
+    from sumibi.local.runfile import RunRecord
     from sumibi.local.updown import Report
     from sumibi.stack import Stack
 
@@ -86,10 +87,22 @@ def up(
 
 
 def down() -> None:
-    """Stop the stack that `sumibi up` started; returns when nothing of it is left."""
+    """Stop the stack that `sumibi up` started; returns when nothing of it is left.
+
+    No new requests are taken. Running ones get 30 s to finish, or what gateway.drain_timeout_s says in the
+    stack file; what is left then ends with an error event (a stream) or a 503, and the usage log says
+    `shutdown`. A second `sumibi down` meanwhile ends them at once.
+    """
     from sumibi.local import updown
 
-    print("stopped" if updown.down(_state_dir()) else "no stack is running")
+    def waiting(record: "RunRecord") -> None:
+        typer.echo(
+            f"running requests get up to {record.drain_timeout_s:g} s to finish;"
+            " once more `sumibi down` ends them now",
+            err=True,
+        )
+
+    print("stopped" if updown.down(_state_dir(), waiting) else "no stack is running")
 
 
 class Demo(StrEnum):

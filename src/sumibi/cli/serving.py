@@ -105,6 +105,16 @@ def serve(
             metavar="DIR",
         ),
     ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            help="After SIGTERM: time for running requests to finish; what is left ends with an error event"
+            " or a 503. A second SIGTERM cuts it short.",
+            metavar="SECONDS",
+            min=0,
+            max=86_400,
+        ),
+    ] = 30.0,
 ) -> None:
     """Put the gateway in front of engines that already run (vLLM's HTTP API), with no stack file.
 
@@ -113,7 +123,7 @@ def serve(
       sumibi serve --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000 --tokenizer ./my-model
     Then use http://127.0.0.1:8000/v1 as you would use one of the engines.
     """  # noqa: D301 (\b keeps the lines of the example as they are)
-    from sumibi.gateway.options import GatewayOptions, engine_options
+    from sumibi.gateway.options import GatewayOptions, Timeouts, engine_options
     from sumibi.gateway.queues import bands_of, hold_above_of
     from sumibi.gateway.terms import objectives_of
 
@@ -136,6 +146,7 @@ def serve(
         api_keys=api_keys,
         usage_log=usage_log,
         record=record,
+        timeouts=Timeouts(drain_s=drain_timeout),
     )
     from sumibi.gateway.main import main as run_gateway
 

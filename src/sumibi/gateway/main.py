@@ -34,7 +34,7 @@ from sumibi.routing.events import Role
 from sumibi.routing.policies import PAIRING, check_pairing
 from sumibi.routing.router import Router
 
-_ABORT_S = 2.0
+ABORT_S = 2.0
 """After the drain time: for error events and answers to reach their clients."""
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Gateway:
                 log.warning("%d requests did not finish in time and are cut off", len(unfinished))
             for completion in unfinished:
                 completion.shut_down()
-            await self.server.drain(_ABORT_S)
+            await self.server.drain(ABORT_S)
             self.server.abort()
         if self.admin_server is not None:
             self.admin_server.stop_accepting()

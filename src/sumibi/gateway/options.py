@@ -70,7 +70,7 @@ class Timeouts:
     """Of a streamed pair: from the end of the prefill to the decode engine's first byte. Engines may wait
     for KV that never comes."""
     drain_s: float = 30.0
-    """After SIGTERM: time for requests in flight before they are cut off."""
+    """--drain-timeout, after SIGTERM: time for requests in flight before they end with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,12 @@ from sumibi.stack import Band, Role, Stack
 
 SOCKET_PATH_LIMIT_BYTES = 107
 """sizeof(sockaddr_un.sun_path) - 1 on Linux."""
+_CUT_OFF_S = 5.0
+"""Of the gateway, after its drain time: for error events and answers to leave, and logs to be written."""
+_ENGINE_DRAIN_S = 5.0
+"""Of an engine, for requests that came past the gateway."""
+_ENGINE_CLOSE_S = 15.0
+"""Of an engine, after that: for KV that waits to be written to a disk or a store."""
 _CONNECTORS = {"stream": "stream", "nixlv2": "NixlConnector"}
 _KV_ROLES: dict[Role, str] = {"both": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
 """Roles, as vLLM's `kv_role` has them."""
@@ -36,6 +42,8 @@ class ChildPlan:
     """Added to the supervisor's environment."""
     cores: tuple[int, ...] = ()
     """CPU cores it may run on; empty: any."""
+    grace_s: float = 10.0
+    """From SIGTERM to SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,14 @@ class StackPlan:
     admin_url: str
     model: str
     notes: list[str]
+    drain_timeout_s: float = 0.0
+    """What running requests get to finish after a stop was asked for."""
+
+    @property
+    def stop_within_s(self) -> float:
+        """All are gone so long after a stop was asked for: the gateway first, then the engines together."""
+        *engines, door = self.children
+        return door.grace_s + max((engine.grace_s for engine in engines), default=0.0)
 
 
 def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int]) -> StackPlan:
@@ -70,6 +86,7 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
             *("--host", gateway.host, "--port", str(gateway.port)),
             *("--admin-port", str(gateway.admin_port)),
             *("--policy", gateway.policy),
+            *("--drain-timeout", str(gateway.drain_timeout_s)),
             *(part for word in gateway.objectives.items() for part in ("--objective", "{}={}".format(*word))),
             *("--hold-above", "none" if gateway.hold_above_s is None else str(gateway.hold_above_s)),
             *("--band", _band("other", gateway.other_bands)),
@@ -80,6 +97,7 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
         # Admin key and usage log lie in the same directory as everything else of this stack.
         env={"XDG_STATE_HOME": str(state_dir.parent)},
         health_url=f"http://{reachable(gateway.host)}:{gateway.port}/health",
+        grace_s=gateway.drain_timeout_s + _CUT_OFF_S,
     )
     return StackPlan(
         children=[*engines, door],
@@ -87,6 +105,7 @@ def plan_stack(stack: Stack, *, model_dir: str, state_dir: Path, cores: list[int
         admin_url=f"http://127.0.0.1:{gateway.admin_port}",
         model=model,
         notes=notes,
+        drain_timeout_s=gateway.drain_timeout_s,
     )
 
 
@@ -126,6 +145,7 @@ def _engine(
             *("--model", model_dir, "--served-model-name", model),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", engines.dtype),
+            *("--shutdown-grace", str(_ENGINE_DRAIN_S)),
             *("--block-size", str(engines.block_tokens), "--kv-blocks", str(engines.kv_blocks)),
             *(() if engines.max_model_len is None else ("--max-model-len", str(engines.max_model_len))),
             *("--kv-events-config", json.dumps(events)),
@@ -134,6 +154,7 @@ def _engine(
         ],
         env={"OMP_NUM_THREADS": str(len(cores))},
         cores=cores,
+        grace_s=_ENGINE_DRAIN_S + _ENGINE_CLOSE_S,
         health_url=f"http://127.0.0.1:{port}/health",
     )
 

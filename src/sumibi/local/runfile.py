@@ -42,6 +42,8 @@ class ChildState(StrEnum):
     """It ended; the pause before its next start has not passed."""
     FAILED = "failed"
     """It ended too often in a row and is not started again."""
+    STOPPING = "stopping"
+    """Asked to end; the gateway lets running requests finish first."""
     STOPPED = "stopped"
     """Ended on request."""
 
@@ -74,6 +76,10 @@ class RunRecord(msgspec.Struct, kw_only=True):
     failure: str = ""
     """Why the start failed; the supervisor stops everything and exits."""
     failure_exit_code: int = 1
+    drain_timeout_s: float = 0.0
+    """What running requests get to finish after a stop was asked for."""
+    stop_within_s: float = 30.0
+    """From that to the end of everything; the supervisor is given up after it."""
 
 
 def take_lock(state_dir: Path) -> int | None:

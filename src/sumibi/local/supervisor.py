@@ -50,8 +50,6 @@ class Limits:
     """Ends in a row after which a child is given up."""
     stable_after_s: float = 60.0
     """Ready for this long, a child's earlier ends are forgotten."""
-    grace_s: float = 10.0
-    """From SIGTERM to SIGKILL; the gateway drains first, then the engines."""
     log_bytes: int = 8 << 20
     """A longer log is moved to `NAME.log.1`, which is overwritten."""
     tick_s: float = 0.1
@@ -133,16 +131,21 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def wait(self, until: float) -> None:
-        """Wait for the end until the monotonic time `until`, then kill; reaped either way."""
-        if self._process is not None:
-            try:
-                self._process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+    def stop(self) -> None:
+        """Ask the process to end."""
+        self.signal(signal.SIGTERM)
+        self.state = ChildState.STOPPING
+
+    def stopped(self, until: float) -> bool:
+        """Whether it has ended, and is reaped; it is killed once the monotonic time `until` is over."""
+        if self._process is not None and self._process.poll() is None:
+            if time.monotonic() < until:
+                return False
+            self._process.kill()
+            self._process.wait()
+        self._process = None
         self.state = ChildState.STOPPED
+        return True
 
     def bound_log(self) -> None:
         """Keep the log within its limit. Lines written while it is copied are lost, nothing else."""
@@ -183,7 +186,13 @@ class Supervisor:
         self.children = [Child(child, state_dir, self.limits) for child in plan.children]
         self._state_dir = state_dir
         self._record = RunRecord(
-            pid=os.getpid(), model=plan.model, url=plan.url, admin_url=plan.admin_url, children=[]
+            pid=os.getpid(),
+            model=plan.model,
+            url=plan.url,
+            admin_url=plan.admin_url,
+            children=[],
+            drain_timeout_s=plan.drain_timeout_s,
+            stop_within_s=plan.stop_within_s,
         )
         self._noted = (False, False)
         """`ready` and whether there is a failure, as last written."""
@@ -206,9 +215,8 @@ class Supervisor:
                 self._step(time.monotonic())
                 self._note_change(on_change)
         finally:
-            self._stop()
+            self._stop(on_change)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._note_change(on_change)
         return self._record.failure_exit_code if self._record.failure else 0
 
     def _step(self, now: float) -> None:
@@ -239,15 +247,21 @@ class Supervisor:
             print(f"cannot write the run file: {cause}", file=sys.stderr, flush=True)
         on_change(self._record)
 
-    def _stop(self) -> None:
-        """The gateway (last in the plan) drains before its engines go."""
+    def _stop(self, on_change: Callable[[RunRecord], None]) -> None:
+        """The gateway (last in the plan) drains before its engines go. Who asks once more is in a hurry: the
+        gateway is told so.
+        """
         *engines, door = self.children
         for group in ([door], engines):
             for child in group:
-                child.signal(signal.SIGTERM)
-            until = time.monotonic() + self.limits.grace_s
-            for child in group:
-                child.wait(until)
+                child.stop()
+            start_s = time.monotonic()
+            while not all(child.stopped(start_s + child.plan.grace_s) for child in group):
+                self._note_change(on_change)
+                received = signal.sigtimedwait(_WAITED_SIGNALS, self.limits.tick_s)
+                if received is not None and received.si_signo in _STOP_SIGNALS:
+                    door.signal(signal.SIGTERM)
+            self._note_change(on_change)
 
 
 def is_healthy(url: str, timeout_s: float) -> bool:

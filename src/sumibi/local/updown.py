@@ -46,7 +46,10 @@ Report = Callable[[str, str, float | None], None]
 CONFIG_FILE = "config.json"
 SUPERVISOR_LOG = "supervisor.log"
 _POLL_S = 0.1
-_STOP_TIMEOUT_S = 30.0
+_STOP_MARGIN_S = 5.0
+"""Beyond what the supervisor may need to stop its children."""
+_SAID_AFTER_S = 1.0
+"""A stop without running requests takes less."""
 
 
 class StartFailed(SumibiError):
@@ -96,7 +99,7 @@ def up(stack: Stack, state_dir: Path, report: Report, *, tied: bool = False) -> 
         )
     except BaseException:
         supervisor.send_signal(signal.SIGTERM)
-        supervisor.wait(_STOP_TIMEOUT_S)
+        supervisor.wait(plan.stop_within_s + _STOP_MARGIN_S)
         raise
     return Running(record, started=True, supervisor=supervisor)
 
@@ -119,8 +122,11 @@ def up_in_foreground(stack: Stack, state_dir: Path, report: Report) -> int:
         os.close(lock)
 
 
-def down(state_dir: Path) -> bool:
-    """Stop the stack and wait until nothing of it is left. False if none was running."""
+def down(state_dir: Path, waiting: Callable[[RunRecord], None] = lambda record: None) -> bool:
+    """Stop the stack and wait until nothing of it is left. False if none was running.
+
+    Running requests get the stack's drain time; `waiting` is called once if that takes a while.
+    """
     if not is_running(state_dir):
         return False
     record = read_run(state_dir)
@@ -128,15 +134,31 @@ def down(state_dir: Path) -> bool:
         raise EnvironmentProblem(
             "a stack is being prepared (its model is being fetched): interrupt that `sumibi up` instead"
         )
+    say_at_s = time.monotonic() + _SAID_AFTER_S
+
+    def is_gone() -> bool:
+        nonlocal say_at_s
+        if not is_running(state_dir):
+            return True
+        if time.monotonic() > say_at_s and _gateway_stops(state_dir):
+            say_at_s = float("inf")
+            waiting(record)
+        return False
+
     for number in (signal.SIGTERM, signal.SIGKILL):  # killed, the kernel ends its children with it
         try:
             os.kill(record.pid, number)
         except ProcessLookupError:
             break
-        if _wait_until(lambda: not is_running(state_dir), _STOP_TIMEOUT_S):
+        if _wait_until(is_gone, record.stop_within_s + _STOP_MARGIN_S):
             break
     remove_run(state_dir)
     return True
+
+
+def _gateway_stops(state_dir: Path) -> bool:
+    record = read_run(state_dir)
+    return record is not None and record.children[-1].state is ChildState.STOPPING
 
 
 def taken_ports(stack: Stack) -> list[str]:
