@@ -225,9 +225,9 @@ def test_down_leaves_no_process_no_port_and_no_request_without_an_answer(url, su
         headers = {"x-request-id": name}
         answers[name] = httpx.post(f"{url}/v1/chat/completions", json=sent, headers=headers, timeout=60)
 
-    # Eight choices of this length take even the tiny model longer than the drain time.
+    # Sixty choices of this length take even the tiny model far longer than the drain time.
     askers = [
-        threading.Thread(target=ask, args=(name,), kwargs={"n": 8, "max_tokens": 3000, "stream": stream})
+        threading.Thread(target=ask, args=(name,), kwargs={"n": 60, "max_tokens": 3000, "stream": stream})
         for name, stream in (("stream", True), ("whole", False))
     ]
     for asker in askers:
