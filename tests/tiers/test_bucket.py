@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sumibi.core.errors import EnvironmentProblem
+from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.tiers import StoreTier, Tier
 
 
@@ -104,14 +104,41 @@ def test_a_bucket_is_bounded(kit, make, server):
 
 
 def test_a_bucket_that_is_not_there_or_not_ours_is_refused_at_the_start(kit, make, server, monkeypatch):
-    with pytest.raises(EnvironmentProblem, match=r"store\.url 's3://other/x' cannot be written"):
-        make(store=StoreTier("s3://other/x", 100 * kit.FILE))
+    def refusal(url: str, error: type[Exception] = EnvironmentProblem) -> str:
+        with pytest.raises(error) as refused:
+            make(store=StoreTier(url, 100 * kit.FILE, timeout_s=1.0))
+        said = str(refused.value)
+        assert said.startswith(f"kv tiers: store.url {url!r}")
+        assert len(said) < 300
+        assert "http://" not in said
+        return said
+
+    assert "there is no such bucket" in refusal("s3://other/x")
+    for name in ("kv", "a/b", "not_one!", "-kv-"):
+        assert "a bucket's name has 3 to 63" in refusal(f"s3://{name}", ConfigError)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(EnvironmentProblem, match=r"store\.url 's3://kv-blocks/x' cannot be written"):
-        make(store=StoreTier("s3://kv-blocks/x", 100 * kit.FILE))
+    assert "AWS_SECRET_ACCESS_KEY is not the one of AWS_ACCESS_KEY_ID" in refusal("s3://kv-blocks/x")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    said = refusal("s3://kv-blocks/x")
+    assert "does not know this AWS_ACCESS_KEY_ID" in said
+    assert "nobody" not in said
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    assert "only one of AWS_ACCESS_KEY_ID and" in refusal("s3://kv-blocks/x", ConfigError)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    # Where a machine's role would be asked for: a server without one, then one that never answers.
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", os.environ["AWS_ENDPOINT_URL"])
+    fix = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    said = refusal("s3://kv-blocks/x")
+    assert "no credentials were found" in said
+    assert fix in said
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        said = refusal("s3://kv-blocks/x")
+    assert "nobody answered in time" in said
+    assert fix in said
 
 
-def test_a_server_that_is_gone_costs_one_wait(kit, make, server, monkeypatch):
+def test_a_server_that_is_gone_costs_one_wait(kit, make, server, monkeypatch, caplog):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     tiers = make(host=10 * kit.BLOCK, store=StoreTier("s3://kv-blocks/four", 100 * kit.FILE, timeout_s=1.0))
     ids = kit.chain("a", 3)
@@ -123,3 +150,4 @@ def test_a_server_that_is_gone_costs_one_wait(kit, make, server, monkeypatch):
     assert tiers.store(kit.blocks(ids)) == 3
     assert kit.load(tiers, ids) == [Tier.HOST] * 3
     assert tiers.stats().tiers[Tier.STORE].errors >= 1
+    assert "fails (put: no answer from http://127.0.0.1:9 (HTTP error" in caplog.text

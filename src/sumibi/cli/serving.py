@@ -229,7 +229,8 @@ def engine(
     kv_tiers: Annotated[
         str,
         typer.Option(
-            help="Keep KV below the device: JSON with host_bytes, disk {path, bytes}, store {url, bytes}.",
+            help="Keep KV below the device: JSON with host_bytes, disk {path, bytes}, store {url, bytes,"
+            " timeout_s} (docs/kv-tiers.md).",
             metavar="JSON",
         ),
     ] = "",

@@ -6,7 +6,9 @@ A put is whole or not at all, so an object is never half there; what it holds is
 Objects have no time of last use: the oldest put goes first.
 """
 
+import re
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +19,14 @@ from sumibi.tiers.blockfile import HEADER_BYTES, Corrupt, Header, check, encode_
 from sumibi.tiers.config import StoreTier
 from sumibi.tiers.directory import SUFFIX, BlockDirectory, Found, Missing
 from sumibi.tiers.host import as_bytes
+from sumibi.tiers.s3words import KEYS, KEYS_FIX, failure
 from sumibi.tiers.words import Buffer
 
 if TYPE_CHECKING:
     from sumibi.tiers.store import Backend
+
+_BUCKET = re.compile(r"s3://[A-Za-z0-9][\w.-]{1,253}[A-Za-z0-9](/|$)", re.ASCII)
+"""As the most lenient of servers has it."""
 
 
 def open_backend(config: StoreTier, namespace: bytes) -> "Backend":
@@ -65,8 +71,11 @@ class Bucket:
         self._refusals = (PermissionDeniedError, UnauthenticatedError)
         self.namespace = namespace
         self._home = f"{namespace.hex()}/"
-        from datetime import timedelta
-
+        if not _BUCKET.match(url):
+            raise ConfigError(
+                f"kv tiers: store.url {url!r}: a bucket's name has 3 to 63 lower-case letters, digits, dots"
+                " and hyphens; give s3://bucket/prefix"
+            )
         wait = timedelta(seconds=timeout_s)
         try:
             self._store: Any = S3Store.from_url(
@@ -75,26 +84,27 @@ class Bucket:
                 retry_config={"max_retries": 1, "retry_timeout": wait},
             )
         except (BaseError, ValueError) as cause:
-            raise ConfigError(f"kv tiers: store.url {url!r}: {cause}") from cause
+            problem = f"kv tiers: store.url {url!r}: "
+            if "Missing SecretAccessKey" in str(cause) or "Missing AccessKeyId" in str(cause):
+                raise ConfigError(f"{problem}only one of {KEYS} is set; set both") from cause
+            raise ConfigError(f"{problem}{failure('open', cause)}") from cause
 
     def prepare(self) -> None:
         """Nothing: a prefix needs no making."""
 
     def write(self, header: Header, payload: Buffer) -> int:
-        """Put one object. Raises FileNotFoundError where there is no such bucket, PermissionError where these
-        credentials may not.
-        """
+        """Put one object. Raises Refused where there is no such bucket, or these credentials may not."""
         whole = np.empty(HEADER_BYTES + header.payload_bytes, dtype=np.uint8)
         whole[:HEADER_BYTES] = as_bytes(encode_header(header))
         np.copyto(whole[HEADER_BYTES:], as_bytes(payload))
         try:
             self._obstore.put(self._store, self._key(header.content_id), whole.data, use_multipart=False)
         except self._absent as cause:
-            raise FileNotFoundError(f"put: {_short(cause)}") from cause
+            raise failure("put", cause, "is AWS_ENDPOINT_URL the address of an S3 server?") from cause
         except self._refusals as cause:
-            raise PermissionError(f"put: {_short(cause)}") from cause
+            raise failure("put", cause, KEYS_FIX) from cause
         except self._failures as cause:
-            raise OSError(f"put: {_short(cause)}") from cause
+            raise failure("put", cause) from cause
         return whole.nbytes
 
     def read(self, content_id: bytes, into: Buffer) -> Header:
@@ -104,7 +114,7 @@ class Bucket:
         except self._absent:
             raise Missing from None
         except self._failures as cause:
-            raise OSError(f"get: {_short(cause)}") from cause
+            raise failure("get", cause) from cause
         raw = as_bytes(got)
         target = as_bytes(into)
         if raw.nbytes != HEADER_BYTES + target.nbytes:
@@ -119,7 +129,7 @@ class Bucket:
         except self._absent:
             return False
         except self._failures as cause:
-            raise OSError(f"head: {_short(cause)}") from cause
+            raise failure("head", cause) from cause
         return True
 
     def touch(self, content_id: bytes) -> None:
@@ -140,7 +150,7 @@ class Bucket:
                         modified_s = meta["last_modified"].timestamp()
                         yield Found(key, name, namespace, meta["size"], modified_s)
         except self._failures as cause:
-            raise OSError(f"list: {_short(cause)}") from cause
+            raise failure("list", cause) from cause
 
     def discard(self, found: Sequence[Found]) -> None:
         """Delete listed objects."""
@@ -151,7 +161,7 @@ class Bucket:
         try:
             keys = [m["path"] for chunk in self._obstore.list(self._store, self._home) for m in chunk]
         except self._failures as cause:
-            raise OSError(f"list: {_short(cause)}") from cause
+            raise failure("list", cause) from cause
         self._delete(keys)
 
     def _delete(self, keys: list[str]) -> None:
@@ -161,11 +171,7 @@ class Bucket:
             except self._absent:
                 pass
             except self._failures as cause:
-                raise OSError(f"delete: {_short(cause)}") from cause
+                raise failure("delete", cause) from cause
 
     def _key(self, content_id: bytes) -> str:
         return f"{self._home}{content_id.hex()}{SUFFIX}"
-
-
-def _short(cause: Exception) -> str:
-    return " ".join(str(cause).split())[:300]

@@ -23,7 +23,8 @@ from sumibi.tiers.directory import Found, Missing
 from sumibi.tiers.disk import MARK_EVERY_S, Announce
 from sumibi.tiers.parallel import run_until
 from sumibi.tiers.rest import Rest
-from sumibi.tiers.words import Buffer, Tier, TierStats
+from sumibi.tiers.s3words import silence
+from sumibi.tiers.words import Buffer, Refused, Tier, TierStats
 from sumibi.tiers.workers import Workers
 
 HELPERS = 8
@@ -32,7 +33,7 @@ _KNOWN_BLOCKS = 1 << 17
 _MARKS = 4096
 _SWEEP_TO = 0.9
 _TEMPORARY_OLD_S = 3600.0
-_NOT_OURS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError)
+_NOT_OURS = (Refused, PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError)
 """Of what fails at the start, beside a read-only file system, what waiting does not mend."""
 
 
@@ -149,11 +150,12 @@ class SharedStore:
         in_time = run_until(self.workers, 1, [put], self.timeout_s)
         if in_time and not failures:
             return
-        why = failures[0] if failures else TimeoutError("no answer in time")
+        why = failures[0] if failures else silence(self._url)
         if isinstance(why, _NOT_OURS) or why.errno == errno.EROFS:
+            fix = why.fix if isinstance(why, Refused) else "give a directory that this user may write to"
             raise EnvironmentProblem(
-                f"kv tiers: store.url {self._url!r} cannot be written: {why}; give a directory or bucket that"
-                " this user may write to (every engine writes to its store)"
+                f"kv tiers: store.url {self._url!r} cannot be written: {why}; {fix} (every engine writes to"
+                " its store)"
             ) from why
         self.rest.failed(why)
         with self._lock:

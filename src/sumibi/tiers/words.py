@@ -83,6 +83,14 @@ class TiersStats:
     """Of these, evicted from it without."""
 
 
+class Refused(OSError):
+    """A store that cannot be used as it was said, which waiting does not mend; `fix` says what does."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem)
+        self.fix = fix
+
+
 TIER_GAUGES = ("bytes", "blocks", "limit_bytes", "queue_blocks")
 """Of `TierStats`, as metrics pages show it: what is so now ..."""
 TIER_COUNTS = {
