@@ -299,7 +299,7 @@ def test_every_scene_of_the_grid_can_be_made():
     assert len(set(keys)) == len(keys)
     assert {(scene.row, scene.name) for scene in quick} < set(keys)
     assert {scene.seeds for scene in quick} == {1}
-    assert sum(scene.seeds == 3 for scene in whole) == 5
+    assert sum(scene.seeds == 3 for scene in whole) == 11
     for scene in whole:
         if isinstance(scene.fleet, FleetSpec):
             assert scene.fleet.scrape_interval_s in (0.05, 15.0)
