@@ -292,6 +292,7 @@ def test_what_engines_lost_of_kv_is_named_with_its_fix(metrics_page):
         'sumibi:kv_tier_corrupt_total{engine="0",model_name="m",tier="disk"} 22.0\n'
         'sumibi:kv_tier_corrupt_total{engine="1",model_name="m",tier="disk"} 1.0\n'
         'sumibi:kv_tier_errors_total{engine="0",model_name="m",tier="disk"} 0.0\n'
+        'sumibi:kv_tier_dropped_total{engine="0",model_name="m",tier="host"} 102.0\n'
     )
     gone = endpoint(endpoint="http://127.0.0.1:1#0")
     checks = doctor.check_kv(running(endpoints=[gone, *(endpoint(endpoint=f"{url}#{i}") for i in "01")]))
@@ -299,9 +300,12 @@ def test_what_engines_lost_of_kv_is_named_with_its_fix(metrics_page):
         (f"KV transfers (secret) of {url}", Verdict.WARNING),
         (f"side channel (secret) of {url}", Verdict.WARNING),
         (f"KV tier (disk) of {url}", Verdict.WARNING),
+        (f"KV tier (host) of {url}", Verdict.WARNING),
     ]
     assert checks[0].found.startswith("3 pulls")
     assert checks[1].found.startswith("6 peers")
     assert all("same secret_file" in check.fix for check in checks[:2])
     assert checks[2].found.startswith("23 blocks")
+    assert checks[3].found.startswith("102 blocks found no room")
+    assert "host_bytes" in checks[3].fix
     assert doctor.check_kv(running(endpoints=[gone])) == []

@@ -29,6 +29,11 @@ _TROUBLES = {
         "reads or writes failed (it rests after each)",
         f"is it full, read-only or out of reach? {_SEE_LOG}",
     ),
+    "sumibi:kv_tier_dropped_total": _Trouble(
+        "tier",
+        "blocks found no room there (computed again when they are wanted)",
+        "does disk or store keep up? More host_bytes give what waits more room (docs/kv-tiers.md)",
+    ),
     "sumibi:kv_tier_late_total": _Trouble(
         "tier", "answers came too late to be waited for", "is the disk or the network overloaded?"
     ),

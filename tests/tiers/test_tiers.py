@@ -276,7 +276,8 @@ def test_a_store_is_bounded_by_all_who_write(kit, make, tmp_path):
     assert engines[0].find(last) == [Tier.STORE] * 2
 
 
-def test_what_waits_is_bounded_and_what_has_no_room_is_dropped(kit, make, tmp_path):
+def test_what_waits_is_bounded_and_what_has_no_room_is_dropped(kit, make, tmp_path, monkeypatch):
+    monkeypatch.setattr("sumibi.tiers.books._STAGING_BYTES", 8 * kit.BLOCK)
     tiers = make(host=8 * kit.BLOCK, disk=DiskTier(str(tmp_path), 100 * kit.FILE))
     assert tiers.flush(5)
     busy = threading.Event()
@@ -296,6 +297,57 @@ def test_what_waits_is_bounded_and_what_has_no_room_is_dropped(kit, make, tmp_pa
     assert stats.tiers[Tier.HOST].blocks <= 8
     assert stats.tiers[Tier.HOST].dropped + stats.tiers[Tier.DISK].dropped >= 12 - 4
     assert kit.load(tiers, kit.chain("a", 8))[0] is not None
+
+
+def _hold(tiers, tier, act):
+    """Run `act` while nothing is written to `tier`."""
+    assert tiers.flush(5)
+    tiers._down.writers[tier].between(act)
+    assert tiers.flush(20)
+
+
+@pytest.mark.parametrize("kept", [1, 5, 116])
+@pytest.mark.parametrize("conversations", [1, 29])
+@pytest.mark.parametrize("lower", [Tier.DISK, Tier.STORE])
+def test_little_host_memory_does_not_keep_blocks_from_what_lies_below(
+    kit, make, tmp_path, kept, conversations, lower
+):
+    where = {
+        Tier.DISK: {"disk": DiskTier(str(tmp_path), 1000 * kit.FILE)},
+        Tier.STORE: {"store": StoreTier(str(tmp_path), 1000 * kit.FILE)},
+    }
+    tiers = make(host=kept * kit.BLOCK, **where[lower])
+    chains = [kit.chain(str(c), 116 // conversations) for c in range(conversations)]
+    ids = [content_id for chain in chains for content_id in chain]
+    _hold(tiers, lower, lambda: [tiers.store(kit.blocks(chain)) for chain in chains])
+    stats = tiers.stats()
+    assert stats.tiers[lower].blocks == len(ids)
+    assert sum(tier.dropped for tier in stats.tiers.values()) == 0
+    assert stats.tiers[Tier.HOST].blocks <= kept
+    for chain in chains:
+        assert None not in kit.load(tiers, chain)
+        assert tiers.stats().tiers[Tier.HOST].blocks <= kept
+    # What was told of host memory is what is there.
+    told = set()
+    for event in tiers.drain_events():
+        if event.tier is Tier.HOST:
+            (told.add if event.stored else told.discard)(event.content_id)
+    assert told == {i for i in ids if tiers.match([i]) == [Tier.HOST]}
+
+
+def test_memory_for_what_waits_is_bounded_too_and_given_back(kit, make, tmp_path, monkeypatch):
+    monkeypatch.setattr("sumibi.tiers.books._STAGING_BYTES", 20 * kit.BLOCK)
+    tiers = make(host=2 * kit.BLOCK, disk=DiskTier(str(tmp_path), 1000 * kit.FILE))
+    taken = []
+    ids = kit.chain("a", 50)
+    _hold(tiers, Tier.DISK, lambda: taken.append(tiers.store(kit.blocks(ids))))
+    assert 18 <= taken[0] <= 20
+    stats = tiers.stats()
+    assert stats.tiers[Tier.HOST].dropped == 50 - taken[0]
+    assert stats.tiers[Tier.HOST].blocks <= 2
+    _hold(tiers, Tier.DISK, lambda: taken.append(tiers.store(kit.blocks(kit.chain("b", 19)))))
+    assert taken[1] == 19
+    assert None not in kit.load(tiers, kit.chain("b", 19))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sumibi.tiers.catalog import Entry, Order
@@ -33,8 +33,10 @@ class Events:
 class Books:
     """`lock` is held around everything here, by the caller where a method does not say that it takes it."""
 
-    def __init__(self, host_bytes: int, block_bytes: int, order: Order) -> None:
-        """`host_bytes` 0: no host tier, only memory for what waits to be written."""
+    def __init__(self, host_bytes: int, block_bytes: int, order: Order, *, below: bool) -> None:
+        """`host_bytes` 0: no host tier. `below`: something lies below it, so there is at least memory for
+        what waits to be written.
+        """
         self.lock = threading.Lock()
         self.block_bytes = block_bytes
         self.epoch = 0
@@ -46,13 +48,9 @@ class Books:
         """Blocks of host memory that were brought up before anybody asked, and not used since."""
         self.prefetched = self.prefetch_used = self.prefetch_wasted = 0
         self.keeps_host = host_bytes > 0
-        self.host = HostMemory(
-            host_bytes // block_bytes if self.keeps_host else max(8, _STAGING_BYTES // block_bytes),
-            block_bytes,
-            order,
-            self._left_host,
-            keep=self.keeps_host,
-        )
+        keep = host_bytes // block_bytes
+        slots = max(keep, 8, _STAGING_BYTES // block_bytes) if below else keep
+        self.host = HostMemory(slots, block_bytes, order, self._left_host, keep=keep)
         self.host_stats = TierStats(limit_bytes=host_bytes)
         self.disk: DiskFiles | None = None
         self.store: SharedStore | None = None
@@ -76,14 +74,17 @@ class Books:
         """Does a block of host memory lie in a slower tier too?"""
         return any(has(lower, entry.content_id) for lower in self.lowers)
 
-    def take_slot(self, parent: bytes | None, spare: Callable[[Entry], bool] | None = None) -> int | None:
-        """An empty slot of host memory, not at the cost of the block that the new one follows."""
+    def take_slot(self, parent: bytes | None, *, to_write: bool = False) -> int | None:
+        """An empty slot of host memory, not at the cost of the block that the new one follows. `to_write`:
+        for a block that will lie in a slower tier, too.
+        """
+        spare = self.is_below if to_write else None
         before = self.host.catalog.get(parent) if parent else None
         if before is None:
-            return self.host.take(spare)
+            return self.host.take(spare, beyond=to_write)
         before.pins += 1
         try:
-            return self.host.take(spare)
+            return self.host.take(spare, beyond=to_write)
         finally:
             before.pins -= 1
 

@@ -28,8 +28,9 @@ class Down:
     def start(self) -> None:
         """Begin: the disk is scanned, the store looked after."""
         books = self._books
-        half = max(1, books.host.slots // 2) if books.keeps_host else books.host.slots
-        waiting = min(half, max(8, _QUEUE_BYTES // books.block_bytes))
+        # Half of what is kept is never full of what waits.
+        room = max(1, books.host.slots - -(-books.host.keep // 2))
+        waiting = min(room, max(8, _QUEUE_BYTES // books.block_bytes))
         if books.disk:
             self._begin(books.disk, waiting, books.disk.scan, float("inf"))
         if books.store:
@@ -55,7 +56,7 @@ class Down:
             if not books.keeps_host and all(has(lower, content_id) for lower in books.lowers):
                 books.used_in_host([content_id])
                 return True
-            slot = books.take_slot(parent, books.is_below)
+            slot = books.take_slot(parent, to_write=bool(books.lowers))
         if slot is None:
             return False
         np.copyto(books.host.view(slot), source)
@@ -73,7 +74,7 @@ class Down:
             books.host.pin(entry)
             queued = self.queue(entry)
             books.host.unpin(entry)
-            return books.keeps_host or queued > 0
+            return queued > 0 or content_id in books.host.catalog
 
     def queue(self, entry: Entry) -> int:
         """Queue a block of host memory for each slower tier that lacks it; how many took it.

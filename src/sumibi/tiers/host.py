@@ -35,15 +35,15 @@ class HostMemory:
     """`slots` slots. The caller holds the lock of the tiers around every call but `view` and `populate`."""
 
     def __init__(
-        self, slots: int, block_bytes: int, order: Order, gone: Callable[[Entry], None], *, keep: bool
+        self, slots: int, block_bytes: int, order: Order, gone: Callable[[Entry], None], *, keep: int
     ) -> None:
-        """`gone` is told what was pushed out. `keep` False: a staging area, from which a block goes as soon
-        as nobody reads it any more.
+        """`gone` is told what was pushed out. `keep`: so many blocks stay; more are there only while they are
+        read, so with 0 it is a staging area.
         """
         self.slots = slots
+        self.keep = keep
         self.block_bytes = block_bytes
         self.catalog = Catalog(slots * block_bytes, order)
-        self._keep = keep
         self._gone = gone
         try:
             self._memory = np.empty((slots, block_bytes), dtype=np.uint8)
@@ -57,13 +57,13 @@ class HostMemory:
         self._free = list(range(slots - 1, -1, -1))
 
     def populate(self, over: Callable[[], bool]) -> None:
-        """Have the system find memory for all slots now, not at the first use of each, which then takes
-        several times as long. What is there stays as it is, and slots may be used meanwhile. Ends early once
-        `over()`.
+        """Have the system find memory for what is kept now, not at the first use of each slot, which then
+        takes several times as long. What is there stays as it is, and slots may be used meanwhile. Ends early
+        once `over()`.
         """
         page = mmap.PAGESIZE
         first = -(-self._memory.ctypes.data // page) * page
-        end = (self._memory.ctypes.data + self._memory.nbytes) // page * page
+        end = (self._memory.ctypes.data + self.keep * self.block_bytes) // page * page
         for at in range(first, end, _POPULATE_BYTES):
             if over():
                 return
@@ -77,15 +77,18 @@ class HostMemory:
         row: Bytes = self._memory[slot]
         return row
 
-    def take(self, spare: Callable[[Entry], bool] | None = None) -> int | None:
-        """An empty slot, made by pushing a block out if need be; None when all are in use.
+    def take(self, spare: Callable[[Entry], bool] | None = None, *, beyond: bool = False) -> int | None:
+        """An empty slot, made by pushing a block out if need be; None when all are in use. `beyond`: when all
+        that are kept are in use, one of the others will do.
 
         Where only ancestors of blocks in use are left, the oldest of those goes for which `spare` says that
         it lies elsewhere too.
         """
-        if self._free:
+        if self._free and (self.slots - len(self._free) < self.keep or not self.keep):
             return self._free.pop()
         entry = self.catalog.victim()
+        if entry is None and beyond and self._free:
+            return self._free.pop()
         if entry is None and spare:
             others = (e for e in self.catalog if not e.pins and spare(e))
             entry = min(others, key=lambda e: e.rank, default=None)
@@ -126,5 +129,16 @@ class HostMemory:
         if entry.doomed:
             entry.doomed = False
             self._free.append(entry.place)
-        elif not self._keep:
+        elif not self.keep:
             self.remove(entry)
+        else:
+            self._trim()
+
+    def _trim(self) -> None:
+        """What was there only while it was read, or as much of others, goes."""
+        while len(self.catalog) > self.keep:
+            entry = self.catalog.victim()
+            if entry is None:
+                return
+            self.remove(entry)
+            self._gone(entry)

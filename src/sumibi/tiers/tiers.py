@@ -49,7 +49,9 @@ class BlockTiers:
         self._config = config
         self._named = namespace
         self._namespace = namespace_digest(namespace, block_bytes)
-        self._books = books = Books(config.host_bytes, block_bytes, order)
+        self._books = books = Books(
+            config.host_bytes, block_bytes, order, below=bool(config.disk or config.store)
+        )
         self._down = Down(books, self._namespace)
         self._up = Up(books, self._down)
         self._prefetch = Prefetch(books, self._up)
