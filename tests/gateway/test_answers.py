@@ -89,6 +89,40 @@ def test_a_stream_is_read_the_same_however_it_is_cut(data, events, wanted, at):
     assert stream.usage() == wanted
 
 
+def ended(*reasons):
+    choices = [{"index": i, "text": "", "finish_reason": reason} for i, reason in enumerate(reasons)]
+    return {"choices": choices}
+
+
+@pytest.mark.parametrize(
+    ("answer", "finish"),
+    [
+        (ended("length"), "length"),
+        (ended("stop", "length"), "length"),
+        (ended("length", None), "length"),
+        (ended(None), ""),
+        (ended("x" * 100), "x" * 32),
+        (ended(7), ""),
+        ({"choices": None}, ""),
+        ({"choices": {"finish_reason": "stop"}}, ""),
+        ({}, ""),
+    ],
+)
+def test_why_an_answer_ended_is_the_engine_s_word_and_never_in_the_way_of_usage(answer, finish):
+    body = JsonAnswer()
+    body.feed([json.dumps({**answer, "usage": usage()}).encode()])
+    assert (body.finish(), body.usage()) == (finish, Usage(7, 4, 3, exact=True))
+    last = {} if "choices" not in answer else answer
+    for stream in (
+        TOKEN + event(last) + WITH_USAGE + DONE,
+        TOKEN * 9 + event({**last, "usage": usage()}) + DONE,
+    ):
+        reading = EventStream()
+        for piece in cut(stream, list(range(0, len(stream), 40))):
+            reading.feed([piece])
+        assert (reading.finish(), reading.usage()) == (finish, Usage(7, 4, 3, exact=True))
+
+
 def test_pieces_that_come_together_are_one_block():
     stream = EventStream()
     assert stream.feed([TOKEN[:5], TOKEN[5:], DONE[:3]]) == TOKEN

@@ -53,6 +53,26 @@ async def test_without_usage_output_tokens_are_counted_and_marked_as_estimated(l
         assert (record["output_tokens"], record["cached_tokens"], record["exact"]) == (3, None, False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_record_says_in_the_engine_s_word_how_the_answer_ended(lab, behaviours, stream):
+    async with lab() as it:
+        engine = await it.engine()
+        await it.start()
+        choice = {"index": 0, "delta": {}, "message": {"content": "a"}, "finish_reason": "length"}
+        if stream:
+            last = "data: " + json.dumps({"choices": [choice]}) + "\n\n"
+            events = [behaviours.token_event("a"), last, behaviours.usage_event(), "data: [DONE]\n\n"]
+            data = behaviours.stream_head + b"".join(map(behaviours.chunk, events)) + b"0\r\n\r\n"
+            engine.behave = behaviours.in_pieces(data, 20)
+        else:
+            engine.behave = behaviours.status(200, {"choices": [choice]})
+        assert (await it.ask(body=chat(stream=stream))).status == 200
+        (record,) = it.usage_records()
+        assert record["reason"] == "length"
+        assert it.gateway.router.counters().finished == {"stop": 1}, "a whole answer, whatever ended it"
+        it.assert_nothing_is_held()
+
+
 async def test_the_client_s_request_id_travels_and_comes_back(lab):
     async with lab() as it:
         engine = await it.engine()

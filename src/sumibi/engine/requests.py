@@ -17,7 +17,7 @@ from sumibi.engine.loop import Job
 from sumibi.engine.sequence import SamplingParams
 from sumibi.engine.text import TextOptions
 from sumibi.engine.transfer.config import KVTransferConfig
-from sumibi.engine.transfer.params import KeepRequest, PullRequest, read_params
+from sumibi.engine.transfer.params import KeepRequest, PullRequest, check_length, read_params
 from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_body, parse_request
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
@@ -206,6 +206,8 @@ class RequestReader:
         transfer = read_params(fields.kv_transfer_params, self._transfer)
         if transfer is not None:
             _check_one(transfer, len(prompts), prompt.n)
+            if isinstance(transfer, PullRequest):
+                check_length(transfer, len(prompts[0]))
         jobs = []
         for token_ids in prompts:
             room = self.model.max_tokens - len(token_ids)
@@ -332,7 +334,8 @@ def _check_one(transfer: KeepRequest | PullRequest, prompts: int, choices: int) 
     if prompts > 1:
         raise BadRequest("kv_transfer_params: only with a single prompt", param="kv_transfer_params")
     if choices > 1 and isinstance(transfer, KeepRequest):
-        raise BadRequest("kv_transfer_params.do_remote_decode: only with n 1", param="kv_transfer_params")
+        field = "kv_transfer_params.do_remote_decode"
+        raise BadRequest(f"{field}: only with n 1, it is {choices}", param=field)
 
 
 def _or(value: float | int | None, default: Any) -> Any:

@@ -22,7 +22,8 @@ _MAX_HELD_BYTES = 256 * 1024
 _MAX_JSON_BYTES = 8 * 1024 * 1024
 """Longer answers without streaming are passed through and their usage is not read."""
 _LAST_EVENTS = 4
-"""How many of the last events are searched for usage, and for an error."""
+"""How many of the last events are searched for usage, for an error, and for why it ended."""
+_MAX_WORD = 32
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -56,12 +57,19 @@ class _WireUsage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
 class _Answer(msgspec.Struct):
     usage: _WireUsage | None = None
     error: Any = None
+    choices: msgspec.Raw = msgspec.Raw(b"[]")
+    """Whatever is in them must not stand in the way of the usage."""
 
 
 _decoder = msgspec.json.Decoder(_Answer)
+_choices = msgspec.json.Decoder(list[_Choice])
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NULL = msgspec.Raw(b"null")
 
@@ -93,6 +101,10 @@ class EventStream:
     def usage(self) -> Usage | None:
         """Usage from the last events, None if there is none (or not in a form we know)."""
         return next(filter(None, map(_usage, self._newest(b'"usage"'))), None)
+
+    def finish(self) -> str:
+        """Why the engine says that it ended (`stop`, `length`, ...); empty: it does not."""
+        return next(filter(None, map(_finish, self._newest(b'"finish_reason"'))), "")
 
     def failed(self) -> bool:
         """True if one of the last events is the engine's word that it cannot go on."""
@@ -172,8 +184,16 @@ class JsonAnswer:
 
     def usage(self) -> Usage | None:
         """Usage of the whole answer, None if there is none or it is too long to be read here."""
-        answer = _decode(b"".join(self._pieces)) if self._pieces else None
+        answer = self._read()
         return _usage(answer) if answer is not None else None
+
+    def finish(self) -> str:
+        """Why the engine says that it ended; empty: it does not, or cannot be read here."""
+        answer = self._read()
+        return _finish(answer) if answer is not None else ""
+
+    def _read(self) -> _Answer | None:
+        return _decode(b"".join(self._pieces)) if self._pieces else None
 
 
 def with_cached(answer: bytes, cached: Cached) -> bytes:
@@ -228,6 +248,15 @@ def _decode(text: bytes) -> _Answer | None:
         return _decoder.decode(text)
     except msgspec.MsgspecError:
         return None
+
+
+def _finish(answer: _Answer) -> str:
+    """The `finish_reason` of the last choice that has one."""
+    try:
+        said = [choice.finish_reason for choice in _choices.decode(answer.choices)]
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return next((word[:_MAX_WORD] for word in reversed(said) if word), "")
 
 
 def _usage(answer: _Answer) -> Usage | None:

@@ -109,6 +109,8 @@ class Completion:
         self.first_token_t: float | None = None
         self.prefill = ""
         """Where the prompt was computed, if that was elsewhere."""
+        self.finish = ""
+        """Why the whole answer ended, in the engine's word (`stop`, `length`, ...); empty: it gave none."""
         self.refusal = ""
         """Drop reason, if the router refused the request."""
         self._shell = shell
@@ -376,6 +378,8 @@ class Completion:
             if self._reply.events is not None and self._reply.events.failed():
                 reason = FinishReason.ENGINE_ERROR
                 self._shell.attempt_failed(self.endpoint, reason, "it ended a stream with an error")
+            else:
+                self.finish = self._reply.finish()
             self._tell_finished(reason, usage)
             self._close(reason, usage)
         self._connection.finished()

@@ -19,7 +19,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _JSON = b"application/json"
 
 _FAILURES = {
-    FinishReason.REFUSED: (502, "no engine could be reached"),
+    FinishReason.REFUSED: (502, "no engine takes requests now: they are down, or starting"),
     FinishReason.ENGINE_GONE: (502, "the engine broke off before its answer was complete"),
     FinishReason.ENGINE_ERROR: (502, "the engine could not answer"),
     FinishReason.REJECTED: (502, "the engine refused the request"),
@@ -96,6 +96,11 @@ class Reply:
         # One event a token, the opening role event of a chat and the closing [DONE] aside.
         overhead = 2 if chat else 1
         return Usage(None, None, max(0, self.events.events - overhead), exact=False)
+
+    def finish(self) -> str:
+        """Why the engine says that its answer ended; empty: it does not."""
+        reading = self.events or self.json
+        return reading.finish() if reading is not None else ""
 
     # -- to the client
 

@@ -50,7 +50,8 @@ class UsageRecord(msgspec.Struct):
     model: str
     endpoint: str
     reason: str
-    """`stop`, or why there was no whole answer."""
+    """In the engine's word why its answer ended (`stop`, `length`, ...; `stop` if it gave none), or why there
+    was no whole answer."""
     prompt_tokens: int
     cached_tokens: int | None
     cached_by_tier: dict[str, int] | None
@@ -217,7 +218,7 @@ class Shell:
                 tenant=completion.tenant,
                 model=completion.asked.model,
                 endpoint=completion.endpoint,
-                reason=outcome,
+                reason=completion.finish or outcome,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached,
                 cached_by_tier=None if usage is None else usage.cached_by_tier,

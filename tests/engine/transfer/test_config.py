@@ -18,6 +18,10 @@ from sumibi.engine.transfer.config import parse_kv_transfer
             "it takes shm, tcp",
         ),
         (
+            '"kv_connector": "stream", "kv_role": "kv_both", "kv_connector_extra_config": {"transports": []}',
+            "length >= 1.*transports`; it takes shm, tcp",
+        ),
+        (
             '"kv_connector": "stream", "kv_role": "kv_both", "kv_connector_extra_config": {"port": 99999}',
             "99999.*port`$",
         ),

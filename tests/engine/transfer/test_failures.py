@@ -1,5 +1,6 @@
 """What goes wrong between two engines costs time, never a wrong token, and leaves no block behind."""
 
+import json
 import re
 import socket
 import threading
@@ -263,7 +264,7 @@ def test_another_prompt_than_the_prefill_engine_computed(both, served, make_prom
     both.idle()
 
 
-@pytest.mark.parametrize(("cached", "told", "comes"), [(0, 40, 32), (96, 32, 0), (0, 10**6, 199)])
+@pytest.mark.parametrize(("cached", "told", "comes"), [(0, 40, 32), (96, 32, 0), (0, 200, 199)])
 def test_another_number_of_tokens_than_there_is(both, served, token_ids, cached, told, comes):
     if cached:
         both.d.complete(token_ids[: cached + 1], max_tokens=1)
@@ -388,7 +389,7 @@ GOOD = {
     "remote_request_id": "r",
     "remote_host": "127.0.0.1",
     "remote_port": 1,
-    "remote_num_tokens": 60,
+    "remote_num_tokens": 3,
 }
 
 
@@ -408,6 +409,12 @@ GOOD = {
         ({"remote_block_ids": [1]}, "remote_block_ids"),
         ({"remote_num_tokens": None}, "remote_num_tokens"),
         ({"remote_num_tokens": 0}, "remote_num_tokens"),
+        ({"remote_num_tokens": 4}, "remote_num_tokens"),
+        ({"remote_num_tokens": 10**9}, "remote_num_tokens"),
+        ({"remote_num_tokens": 10**30}, "remote_num_tokens"),
+        ({"remote_prefill_cached_tokens": 61}, "remote_prefill_cached_tokens"),
+        ({"remote_host": "h" * 300}, "remote_host"),
+        ({"transfer_id": {"a": [1]}}, "transfer_id"),
         ({"tp_size": 2}, "tp_size"),
         ({"do_remote_decode": True}, "do_remote_prefill"),
         ({"do_remote_prefill": "yes"}, "do_remote_prefill"),
@@ -418,8 +425,12 @@ def test_bad_parameters_are_named(both, changes, field):
     answer = both.d.http.post("/v1/completions", json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
-    assert "kv_transfer_params" in error["param"]
-    assert field in error["message"]
+    assert error["param"] == f"kv_transfer_params.{field}"
+    assert error["message"].startswith(f"kv_transfer_params.{field}: ")
+    value = changes.get(field)
+    if value is not None:
+        assert json.dumps(value, separators=(",", ":"))[:100] in error["message"]
+    assert len(error["message"]) < 250
 
 
 @pytest.mark.parametrize("params", [7, "pull", [GOOD]])

@@ -25,7 +25,7 @@ class TransferExtra(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Seconds that a finished prompt's blocks are kept for a peer that gives no sign of life."""
     kv_transfer_timeout: Seconds = 30.0
     """Longest that a request waits for its blocks, the prefill that may still run included."""
-    transports: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
+    transports: Annotated[tuple[Literal["shm", "tcp"], ...], msgspec.Meta(min_length=1)] = ("shm", "tcp")
     """What the decode side may ask for; "tcp" is always possible."""
 
 

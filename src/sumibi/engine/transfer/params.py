@@ -9,6 +9,7 @@ from sumibi.core.errors import BadRequest
 from sumibi.engine.transfer.config import KVTransferConfig
 
 _FIELD = "kv_transfer_params"
+_MAX_SHOWN = 100
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -79,7 +80,11 @@ def read_params(given: Any, config: KVTransferConfig | None) -> KeepRequest | Pu
     try:
         fields = msgspec.convert(given, _Fields)
     except msgspec.ValidationError as cause:
-        raise BadRequest(f"{_FIELD}: {cause}", param=_FIELD) from cause
+        problem, _, path = str(cause).partition(" - at `$")
+        name = path.strip("`").removeprefix(".").partition("[")[0]
+        if not name:
+            raise BadRequest(f"{_FIELD}: {problem}", param=_FIELD) from cause
+        raise _bad(name, f"{problem}; it is {_shown(given.get(name))}") from cause
     if fields.do_remote_prefill and fields.do_remote_decode:
         raise _bad("do_remote_prefill", "not together with do_remote_decode")
     if not (fields.do_remote_prefill or fields.do_remote_decode):
@@ -96,10 +101,18 @@ def read_params(given: Any, config: KVTransferConfig | None) -> KeepRequest | Pu
     return _pull(fields)
 
 
+def check_length(pull: PullRequest, prompt_tokens: int) -> None:
+    """The peer can have no more tokens than the prompt has. Raises BadRequest."""
+    if (pull.num_tokens or 0) > prompt_tokens:
+        raise _bad(
+            "remote_num_tokens", f"{pull.num_tokens} is more than this prompt has: {prompt_tokens} tokens"
+        )
+
+
 def _pull(fields: _Fields) -> PullRequest:
     for size in ("tp_size", "dcp_size", "pp_size"):
         if getattr(fields, size) not in (None, 1):
-            raise _bad(size, "this engine is not split: only 1")
+            raise _bad(size, f"is {getattr(fields, size)}; this engine is not split: only 1")
     host, port = fields.remote_host, fields.remote_port
     if host is None:
         raise _bad("remote_host", "is missing")
@@ -111,6 +124,10 @@ def _pull(fields: _Fields) -> PullRequest:
         if getattr(fields, needed) is None:
             raise _bad(needed, "is missing")
     assert fields.remote_request_id is not None
+    assert fields.remote_num_tokens is not None
+    if (fields.remote_prefill_cached_tokens or 0) > fields.remote_num_tokens:
+        told = f"{fields.remote_prefill_cached_tokens} is more than remote_num_tokens"
+        raise _bad("remote_prefill_cached_tokens", f"{told}, {fields.remote_num_tokens}")
     return PullRequest(
         host=host,
         port=port,
@@ -119,6 +136,12 @@ def _pull(fields: _Fields) -> PullRequest:
         num_tokens=fields.remote_num_tokens,
         cached_tokens=fields.remote_prefill_cached_tokens,
     )
+
+
+def _shown(value: Any) -> str:
+    """A wrong value for an error message: as JSON, not too long."""
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _bad(field: str, why: str) -> BadRequest:
