@@ -48,12 +48,15 @@ async def test_a_request_not_yet_answered_is_tried_elsewhere(lab, behaviours, fa
     }
     async with lab() as it:
         await two_engines_of_which_the_first_asked_fails(it, faults[fault])
+        compared = []
+        it.gateway.shell._compare = lambda completion, cached_tokens: compared.append(cached_tokens)
         answer = await it.ask(body=chat(stream=stream))
         assert answer.status == 200
         assert answer.whole
         assert sorted(len(engine.requests) for engine in it.engines) == [1, 1]
         (record,) = it.usage_records()
         assert (record["reason"], record["attempts"]) == ("stop", 2)
+        assert compared == [], "what a further attempt is told to have been cached: no sign of foreign tokens"
         it.assert_nothing_is_held()
 
 

@@ -205,7 +205,8 @@ class Shell:
                 prompt_tokens = usage.prompt_tokens
             if cached is not None:
                 counters.cached_tokens.observe(cached)
-                self._compare(completion, cached)
+                if completion.attempt == 1:  # later ones are told less, see `ATTEMPT_HEADER`
+                    self._compare(completion, cached)
             if output is not None:
                 counters.output_tokens.observe(output)
             counters.estimated_usage += not usage.exact
