@@ -33,9 +33,9 @@ VLLM_FIELDS = {
 }
 
 
-def counted(engine, name):
+def counted(engine, name, page=None):
     """The sum of a metric's series."""
-    page = engine.http.get("/metrics").text
+    page = page or engine.http.get("/metrics").text
     return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.M))
 
 
@@ -53,13 +53,11 @@ class Watch:
 
     def __init__(self, engine):
         self._engine = engine
-        self._before = self._now()
-
-    def _now(self):
-        return {short: counted(self._engine, name) for short, name in self.NAMES.items()}
+        page = engine.http.get("/metrics").text
+        self._before = {short: counted(engine, name, page) for short, name in self.NAMES.items()}
 
     def __call__(self, short):
-        return self._now()[short] - self._before[short]
+        return counted(self._engine, self.NAMES[short]) - self._before[short]
 
 
 @pytest.fixture(scope="module")
