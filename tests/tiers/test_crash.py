@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sumibi.tiers import DiskTier, StoreTier, Tier
+from sumibi.tiers.disk import SMALL_PART
 
 # Imports once and forks a writer for each line that it reads, so that many can be killed in a short time.
 WRITERS = """
@@ -90,53 +91,32 @@ def writers(tmp_path):
         writer.close()
 
 
-def test_killed_at_any_point(kit, make, writers, tmp_path):
-    """Limits are small, so the kill falls into scans, writes, renames, evictions."""
-    chance = random.Random(4)
-    disk = DiskTier(str(tmp_path / "disk"), 60 * kit.FILE)
+@pytest.mark.parametrize(("together", "kills"), [(1, 16), (4, 8)])
+def test_killed_at_any_point(kit, make, writers, tmp_path, together, kills):
+    """Limits are small, so the kill falls into scans, writes, renames, evictions. `together`: the most blocks
+    that share a file.
+    """
+    chance = random.Random(3 + together)
+    blocks = 60 if together == 1 else SMALL_PART * together
+    disk = DiskTier(str(tmp_path / "disk"), blocks * kit.FILE)
     writer = writers(f'{{"host_bytes": 12000, "disk": {{"path": "{disk.path}", "bytes": {disk.bytes}}}}}')
     turn = found = 0
-    for _ in range(16):
+    for _ in range(kills):
         writer.start(turn)
         time.sleep(chance.uniform(0.0, 0.1))
         turns = writer.kill()
         tiers = make(disk=disk)
         assert tiers.flush(10)
         assert not list(tmp_path.rglob(".tmp-*"))
-        assert len(list(tmp_path.rglob("*.kv"))) <= 60
+        sizes = [path.stat().st_size / kit.FILE for path in tmp_path.rglob("*.kv")]
+        assert set(sizes) <= set(range(1, together + 1))
+        assert together == 1 or not turns or max(sizes) > 1
+        assert sum(sizes) <= blocks
         end = turns[-1] + 1 if turns else turn
         for at in range(max(0, end - 12), end + 1):
             kit.load(tiers, kit.chain(str(at), 6))  # asserts that what comes is right
         for at in turns[-4:]:
             # Written before the kill, and too young to be pushed out.
-            assert kit.load(tiers, kit.chain(str(at), 6)) == [Tier.DISK] * 6
-            found += 1
-        assert tiers.stats().tiers[Tier.DISK].corrupt == 0
-        tiers.close()
-        turn = end
-    assert found >= 10
-
-
-def test_killed_at_any_point_with_several_blocks_in_a_file(kit, make, writers, tmp_path):
-    disk = DiskTier(str(tmp_path / "disk"), 64 * 4 * kit.FILE)  # a 64th of it is four blocks
-    writer = writers(f'{{"host_bytes": 12000, "disk": {{"path": "{disk.path}", "bytes": {disk.bytes}}}}}')
-    chance = random.Random(5)
-    turn = found = 0
-    for _ in range(8):
-        writer.start(turn)
-        time.sleep(chance.uniform(0.0, 0.1))
-        turns = writer.kill()
-        tiers = make(disk=disk)
-        assert tiers.flush(10)
-        files = list(tmp_path.rglob("*.kv"))
-        sizes = {path.stat().st_size / kit.FILE for path in files}
-        assert sizes <= {1, 2, 3, 4}
-        assert max(sizes) > 1 or not turns
-        assert sum(path.stat().st_size for path in files) <= disk.bytes
-        end = turns[-1] + 1 if turns else turn
-        for at in range(max(0, end - 12), end + 1):
-            kit.load(tiers, kit.chain(str(at), 6))  # asserts that what comes is right
-        for at in turns[-4:]:
             assert kit.load(tiers, kit.chain(str(at), 6)) == [Tier.DISK] * 6
             found += 1
         assert tiers.stats().tiers[Tier.DISK].corrupt == 0

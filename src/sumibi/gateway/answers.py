@@ -154,6 +154,8 @@ class JsonAnswer:
         """As of `EventStream`: only `whole` heeds it."""
         self._pieces: list[bytes] = []
         self._bytes = 0
+        self._answer: _Answer | None = None
+        """The whole answer, once it was read."""
 
     def feed(self, pieces: list[bytes]) -> None:
         """The next pieces."""
@@ -193,7 +195,9 @@ class JsonAnswer:
         return _finish(answer) if answer is not None else ""
 
     def _read(self) -> _Answer | None:
-        return _decode(b"".join(self._pieces)) if self._pieces else None
+        if self._answer is None and self._pieces:
+            self._answer = _decode(b"".join(self._pieces))
+        return self._answer
 
 
 def with_cached(answer: bytes, cached: Cached) -> bytes:

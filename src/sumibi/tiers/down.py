@@ -119,12 +119,7 @@ class Down:
                 with books.lock:
                     lower.stats.dropped += len(jobs)
             else:
-                blocks = [self._block(job.entry) for job in jobs if job.epoch == books.epoch]
-                if isinstance(lower, SharedStore):
-                    for header, payload in blocks:
-                        lower.write(header, payload)
-                else:
-                    lower.write(blocks)
+                lower.write([self._block(job.entry) for job in jobs if job.epoch == books.epoch])
         finally:
             with books.lock:
                 for job in jobs:

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -217,8 +217,12 @@ class SharedStore:
                 self._forget(content_id)
         return header
 
-    def write(self, header: Header, payload: Buffer) -> None:
-        """Put one block; what fails is counted. On the writing thread and its helpers."""
+    def write(self, blocks: Iterable[tuple[Header, Buffer]]) -> None:
+        """Put blocks; what fails is counted. On the writing thread and its helpers."""
+        for header, payload in blocks:
+            self._write(header, payload)
+
+    def _write(self, header: Header, payload: Buffer) -> None:
         with self._lock:
             if header.content_id in self._known:
                 return
