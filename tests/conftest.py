@@ -20,16 +20,16 @@ def _model_is_installed() -> bool:
         return False
 
 
-REAL_VLLM = Path(__file__).parent / "vllm"
-"""Tests that start real vLLM servers: minutes, and an environment of their own."""
+APART = [Path(__file__).parent / name for name in ("vllm", "clients")]
+"""Tests that take minutes and an environment of their own: with real vLLM servers, with real clients."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the tests of real vLLM unless they are asked for by their path (`make test-vllm`)."""
-    if collection_path != REAL_VLLM:
+    """Leave them out unless they are asked for by their path (`make test-vllm`, `make test-clients`)."""
+    if collection_path not in APART:
         return None
     named = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
-    return None if any(path.is_relative_to(REAL_VLLM) for path in named) else True
+    return None if any(path.is_relative_to(collection_path) for path in named) else True
 
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
