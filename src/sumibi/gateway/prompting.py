@@ -20,9 +20,9 @@ import msgspec
 from sumibi.core.errors import EngineUnavailable, ModelError
 from sumibi.engines.discovery import EngineInfo, address_of
 from sumibi.engines.http import ask
-from sumibi.prompts.dialects import PromptKind, PromptRequest
+from sumibi.prompts.dialects import PromptKind, PromptRequest, settled
 from sumibi.prompts.keys import Prompt, PromptReader
-from sumibi.prompts.template import ChatTemplate
+from sumibi.prompts.template import ChatTemplate, UnsupportedContent
 from sumibi.prompts.tokenizer import Tokenizer
 
 _TOKENIZE_TIMEOUT_S = 2.0
@@ -75,8 +75,8 @@ class ModelReader:
     def read(self, asked: PromptRequest, body_bytes: int) -> Prompt | None:
         """The prompt's keys, None if they take longer: then `read_later` has them. Raises BadRequest."""
         asked = self._by_name(asked)
-        if self.source is Source.ENGINE and asked.kind is not PromptKind.TOKENS:
-            return self.reader.recall(asked)
+        if self.source is Source.ENGINE and asked.kind is not PromptKind.TOKENS and not asked.opaque:
+            return self.reader.recall(settled(asked, None))
         if body_bytes > _LONG_BYTES or self._turn.locked():
             return None
         return self.reader.read(asked)
@@ -84,8 +84,8 @@ class ModelReader:
     async def read_later(self, asked: PromptRequest, body_bytes: int) -> Prompt:
         """The prompt's keys, by asking an engine or in a thread beside the loop. Raises BadRequest."""
         asked = self._by_name(asked)
-        if self.source is Source.ENGINE:
-            return await self._read_remotely(asked)
+        if self.source is Source.ENGINE and not asked.opaque:
+            return await self._read_remotely(settled(asked, None))
         async with self._turn:
             if body_bytes > _LONG_BYTES:
                 return await asyncio.to_thread(self.reader.read, asked)
@@ -98,11 +98,14 @@ class ModelReader:
 
     async def _read_remotely(self, asked: PromptRequest) -> Prompt:
         """Ask the engine for the prompt's tokens; byte keys if it does not answer."""
+        try:
+            question = _tokenize_body(asked)
+        except UnsupportedContent:
+            return self.reader.read(asked)
         url = self.engines[0]
         host, port = address_of(url)
         self.asked += 1
         try:
-            question = _tokenize_body(asked)
             reply = await ask(host, port, "/tokenize", body=question, timeout_s=_TOKENIZE_TIMEOUT_S)
             if reply.status != 200:
                 raise EngineUnavailable(f"/tokenize answered {reply.status}")
@@ -227,7 +230,7 @@ async def _tokenizes(url: str, model: str) -> bool:
 
 
 def _tokenize_body(asked: PromptRequest) -> bytes:
-    """The question to vLLM's /tokenize for the tokens of the (first) prompt."""
+    """The question to vLLM's /tokenize for the tokens of the (first) prompt. Raises UnsupportedContent."""
     if asked.kind is PromptKind.TEXT:
         text = asked.texts[0] if asked.texts else ""
         return msgspec.json.encode(
@@ -235,7 +238,7 @@ def _tokenize_body(asked: PromptRequest) -> bytes:
         )
     question: dict[str, Any] = {
         "model": asked.model,
-        "messages": asked.raw_messages,
+        "messages": asked.raw_messages if asked.conversion.one_to_one else asked.messages,
         "add_generation_prompt": asked.add_generation_prompt,
         "continue_final_message": asked.continue_final_message,
         "add_special_tokens": asked.add_special_tokens,
@@ -243,5 +246,5 @@ def _tokenize_body(asked: PromptRequest) -> bytes:
     if asked.template_arguments:
         question["chat_template_kwargs"] = asked.template_arguments
     if asked.raw_tools is not None:
-        question["tools"] = asked.raw_tools
+        question["tools"] = asked.raw_tools if asked.conversion.one_to_one else asked.tools
     return msgspec.json.encode(question)

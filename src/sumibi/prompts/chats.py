@@ -19,10 +19,10 @@ import msgspec
 
 from sumibi.core.errors import BadRequest
 from sumibi.core.keys import root_key
-from sumibi.prompts.dialects import PromptRequest, decode_objects
+from sumibi.prompts.dialects import PromptRequest, settled
 from sumibi.prompts.growth import HEAD_MESSAGES, Growth, Rendering, seam_of
 from sumibi.prompts.segments import Place, Segment, SegmentStore
-from sumibi.prompts.template import ChatTemplate
+from sumibi.prompts.template import ChatTemplate, Message
 from sumibi.prompts.texts import Texts, last_boundary
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Chats:
 
     def read(self, request: PromptRequest) -> Found:
         """Put a chat's prompt into the trie. Raises BadRequest when the template refuses its messages."""
+        request = settled(request, self._template)
         now = self._template.now(with_tools=request.raw_tools is not None)
         if now is None or request.continue_final_message or self.stats.fast_paths_off:
             return self._whole(request, None)
@@ -109,11 +110,8 @@ class Chats:
         rendering = _rendering(request)
         if place.base is None or self._growth.proof(rendering) is None:
             return None
-        raws = request.raw_messages
-        first = decode_objects(raws[:HEAD_MESSAGES], "messages")
-        late = decode_objects(raws[known - 1 :], "messages", known - 1)
-        seam = [first[index] if index < len(first) else late[0] for index in seam_of(first, known)]
-        grown = self._growth.grown(seam, late[1:], rendering)
+        joint = _one_to_one(request, known) if request.conversion.one_to_one else _converted(request, known)
+        grown = None if joint is None else self._growth.grown(joint.seam, joint.new, rendering)
         if grown is None:
             return None
         self.stats.grown += 1
@@ -161,6 +159,41 @@ class Chats:
         _log.error("prompt keys: %s; from now on every prompt is rendered", cause)
 
 
+class _Joint(NamedTuple):
+    """Where new messages follow known ones."""
+
+    seam: list[Message]
+    """See `growth.seam_of`."""
+    new: list[Message]
+
+
+def _one_to_one(request: PromptRequest, known: int) -> _Joint:
+    """Of a dialect in which raw messages are chat messages: those in the middle are not decoded."""
+    raws, convert = request.raw_messages, request.conversion.messages
+    first = convert(None, raws[:HEAD_MESSAGES], 0)
+    late = convert(None, raws[known - 1 :], known - 1)
+    return _Joint(
+        [first[index] if index < len(first) else late[0] for index in seam_of(first, known)], late[1:]
+    )
+
+
+def _converted(request: PromptRequest, known: int) -> _Joint | None:
+    """Of any other dialect; None if what is known and what is new cannot be told apart."""
+    raws, convert = request.raw_messages, request.conversion.messages
+    first = convert(request.raw_head, raws[: min(known, HEAD_MESSAGES)], 0)
+    last = convert(None, raws[known - 1 : known], known - 1)
+    late = convert(None, raws[known - 1 :], known - 1)
+    new = late[len(last) :]
+    if not last or last[-1]["role"] == "assistant" or (known > HEAD_MESSAGES > len(first)):
+        return None  # a new part may belong to an assistant's last message
+    count = len(first) if known <= HEAD_MESSAGES else max(len(first), HEAD_MESSAGES) + 1
+    head = first[:HEAD_MESSAGES]
+    seam = [head[index] if index < len(head) else last[-1] for index in seam_of(head, count)]
+    if request.joins_systems and any(message["role"] == "system" for message in (*seam[1:], *new)):
+        return None
+    return _Joint(seam, new)
+
+
 def request_root(request: PromptRequest) -> int:
     """The root key of the request's prompts."""
     return root_key(request.model, salt=request.cache_salt)
@@ -184,6 +217,9 @@ def request_digests(request: PromptRequest, now: str) -> list[bytes]:
         request.add_special_tokens,
         request.template_arguments,
         request.raw_tools,
+        request.conversion.name,
+        request.raw_head,
+        request.joins_systems,
         request.texts,
         request.opaque,
     )

@@ -9,6 +9,7 @@ first brought into the form that vLLM hands to templates (`normalise`): many tem
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,9 @@ _TEXT_PARTS = {
     "thinking": "thinking",
 }
 """Types of content parts that are text, and the field that holds it."""
+
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""Those that Anthropic's dialect knows."""
 
 
 class SharedObject(dict[str, Any]):
@@ -99,6 +103,32 @@ class ChatTemplate:
             {**self._special_tokens, **template_kwargs},
         )
 
+    @cached_property
+    def refuses_late_systems(self) -> bool:
+        """Whether engines move system texts that come later to the front, of dialects where they may.
+
+        vLLM's test: the bare template, on a conversation with a system message in the middle.
+        """
+        return any(compiled.refuses_late_systems for compiled in self._compiled.values())
+
+    @cached_property
+    def effort_without_thinking(self) -> str:
+        """The `reasoning_effort` by which engines switch thinking off, of dialects that just say so.
+
+        vLLM's rule: `none`, or `low` if the template refuses `none` or renders it like another effort.
+        """
+        silent = self._with_effort("none")
+        if silent is None or any(self._with_effort(effort) == silent for effort in _EFFORTS):
+            return "low"
+        return "none"
+
+    def _with_effort(self, effort: str) -> str | None:
+        arguments: dict[str, Any] = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        try:
+            return self.render([{"role": "user", "content": "Hi"}], **arguments)
+        except BadRequest:
+            return None
+
     def now(self, *, with_tools: bool) -> str | None:
         """What else than messages and arguments a rendering depends on: the dates it writes, as of now.
 
@@ -117,10 +147,22 @@ class ChatTemplate:
 class _Compiled:
     """One compiled template with what its source tells about it."""
 
-    def __init__(self, template: jinja2.Template, tree: jinja2.nodes.Template) -> None:
+    def __init__(self, source: str, template: jinja2.Template, tree: jinja2.nodes.Template) -> None:
         self._template = template
+        self._source = source
         self.content_format: ContentFormat = "parts" if _iterates_content(tree) else "string"
         self.date_formats = _date_formats(tree)
+
+    @cached_property
+    def refuses_late_systems(self) -> bool:
+        messages = [{"role": role, "content": "t"} for role in 2 * ("system", "user")]
+        try:
+            _bare_environment.from_string(self._source).render(messages=messages, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        except Exception:  # what else a template may do wrong: the engine's own test does not expect it
+            return False
+        return False
 
     def render(
         self,
@@ -281,7 +323,7 @@ def _read_templates(directory: Path) -> dict[str, str]:
 
 def _compile(name: str, source: str) -> _Compiled:
     try:
-        return _Compiled(_environment.from_string(source), _environment.parse(source))
+        return _Compiled(source, _environment.from_string(source), _environment.parse(source))
     except jinja2.TemplateError as cause:
         raise ModelError(f"chat template {name}: {cause}") from cause
 
@@ -340,6 +382,9 @@ def _make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 _environment = _make_environment()
+_bare_environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+)
 
 
 def _date_formats(tree: jinja2.nodes.Template) -> list[str] | None:
