@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sumibi.gateway.answers import EventStream, JsonAnswer, Usage
+from sumibi.gateway.answers import EventStream, JsonAnswer
+from sumibi.gateway.readings import Usage, reading_of
+from sumibi.prompts.dialects import Dialect
+
+CHAT = reading_of(Dialect.CHAT)
 
 
 def event(body) -> bytes:
@@ -80,7 +84,7 @@ def cut(data: bytes, at: list[int]) -> list[bytes]:
 @pytest.mark.parametrize(("data", "events", "wanted"), STREAMS.values(), ids=STREAMS.keys())
 @given(at=st.lists(st.integers(0, 10_000), max_size=30))
 def test_a_stream_is_read_the_same_however_it_is_cut(data, events, wanted, at):
-    stream, passed = EventStream(), b""
+    stream, passed = EventStream(CHAT), b""
     for piece in cut(data, at):
         passed += stream.feed([piece])
         assert passed == b"" or passed.endswith((b"\n\n", b"\r\n\r\n"))
@@ -109,7 +113,7 @@ def ended(*reasons):
     ],
 )
 def test_why_an_answer_ended_is_the_engine_s_word_and_never_in_the_way_of_usage(answer, finish):
-    body = JsonAnswer()
+    body = JsonAnswer(CHAT)
     body.feed([json.dumps({**answer, "usage": usage()}).encode()])
     assert (body.finish(), body.usage()) == (finish, Usage(7, 4, 3, exact=True))
     last = {} if "choices" not in answer else answer
@@ -117,20 +121,20 @@ def test_why_an_answer_ended_is_the_engine_s_word_and_never_in_the_way_of_usage(
         TOKEN + event(last) + WITH_USAGE + DONE,
         TOKEN * 9 + event({**last, "usage": usage()}) + DONE,
     ):
-        reading = EventStream()
+        reading = EventStream(CHAT)
         for piece in cut(stream, list(range(0, len(stream), 40))):
             reading.feed([piece])
         assert (reading.finish(), reading.usage()) == (finish, Usage(7, 4, 3, exact=True))
 
 
 def test_pieces_that_come_together_are_one_block():
-    stream = EventStream()
+    stream = EventStream(CHAT)
     assert stream.feed([TOKEN[:5], TOKEN[5:], DONE[:3]]) == TOKEN
     assert stream.feed([DONE[3:]]) == DONE
 
 
 def test_an_event_without_end_is_passed_on_before_it_fills_the_memory():
-    stream, passed = EventStream(), 0
+    stream, passed = EventStream(CHAT), 0
     for _ in range(1000):
         passed += len(stream.feed([b"x" * 1000]))
     assert passed > 700_000
@@ -141,7 +145,7 @@ def test_an_event_without_end_is_passed_on_before_it_fills_the_memory():
 def test_usage_of_a_json_answer_is_found_wherever_it_stands(at):
     whole = {"choices": [{"text": "x" * 300}], "usage": usage(), "prompt_token_ids": [1] * 200}
     body = json.dumps(whole).encode()
-    answer = JsonAnswer()
+    answer = JsonAnswer(CHAT)
     for piece in cut(body, at):
         answer.feed([piece])
     assert answer.usage() == Usage(7, 4, 3, exact=True)
@@ -157,7 +161,7 @@ def test_usage_of_a_json_answer_is_found_wherever_it_stands(at):
     ],
 )
 def test_an_error_that_the_engine_puts_into_its_stream_is_seen(tail, failed):
-    stream = EventStream()
+    stream = EventStream(CHAT)
     stream.feed([TOKEN, TOKEN])
     assert not stream.failed()
     stream.feed([tail])
@@ -165,7 +169,7 @@ def test_an_error_that_the_engine_puts_into_its_stream_is_seen(tail, failed):
 
 
 def test_a_json_answer_too_long_to_be_kept_has_no_usage():
-    answer = JsonAnswer()
+    answer = JsonAnswer(CHAT)
     for _ in range(100):
         answer.feed([b" " * 100_000])
     answer.feed([json.dumps({"usage": usage()}).encode()])

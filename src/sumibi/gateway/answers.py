@@ -9,11 +9,11 @@ and the record says that it is an estimate.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
-from sumibi.engines.usage import tiers_of
+from sumibi.gateway.readings import Reading, Said, Usage
+from sumibi.gateway.rewriting import Cached, events_with_cached, with_cached
 
 _EVENT_END = b"\n\n"
 _CRLF_EVENT_END = b"\r\n\r\n"
@@ -23,66 +23,21 @@ _MAX_JSON_BYTES = 8 * 1024 * 1024
 """Longer answers without streaming are passed through and their usage is not read."""
 _LAST_EVENTS = 4
 """How many of the last events are searched for usage, for an error, and for why it ended."""
-_MAX_WORD = 32
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one answer."""
-
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    output_tokens: int | None
-    exact: bool
-    """True if the engine said so; False if counted here."""
-    cached_by_tier: dict[str, int] | None = None
-    """`cached_tokens` by where they were, if the engine tells."""
-
-
-class Cached(msgspec.Struct, frozen=True):
-    """What of a prompt an engine had, as another engine's answer is to say."""
-
-    tokens: int
-    by_tier: dict[str, int] | None = None
-    """None: leave what is said of it."""
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-    cached_tokens_by_tier: Any = None
-
-
-class _WireUsage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _WireUsage | None = None
-    error: Any = None
-    choices: msgspec.Raw = msgspec.Raw(b"[]")
-    """Whatever is in them must not stand in the way of the usage."""
-
-
-_decoder = msgspec.json.Decoder(_Answer)
-_choices = msgspec.json.Decoder(list[_Choice])
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NULL = msgspec.Raw(b"null")
+_ERROR_WORD = b'"error"'
+"""Stands in every event that says that the engine cannot go on, in any dialect."""
 
 
 class EventStream:
     """The body of a streamed answer: `feed` gives back what may go to the client now."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
         self.events = 0
         """Whole events passed, `[DONE]` among them."""
         self.cached: Cached | None = None
         """What the usage is to say instead of the engine's word; None: leave it."""
+        self._reading = reading
         self._held = bytearray()
+        self._first = b""  # the block with the first event
         self._last: list[bytes] = []  # the last blocks of whole events, newest last
 
     def feed(self, pieces: list[bytes]) -> bytes:
@@ -100,26 +55,41 @@ class EventStream:
 
     def usage(self) -> Usage | None:
         """Usage from the last events, None if there is none (or not in a form we know)."""
-        return next(filter(None, map(_usage, self._newest(b'"usage"'))), None)
+        word = self._reading.usage_word
+        usage = next((said.usage for said in self._newest(word) if said.usage is not None), None)
+        if usage is None or usage.prompt_tokens is not None or not self._reading.opens_with_prompt:
+            return usage
+        opening = next((said.usage for said in self._read(self._first) if said.usage is not None), None)
+        if opening is None:
+            return usage
+        return msgspec.structs.replace(
+            usage, prompt_tokens=opening.prompt_tokens, cached_tokens=opening.cached_tokens
+        )
+
+    def estimate(self) -> Usage:
+        """Usage without the engine's word: one event a token, those aside that frame the answer."""
+        return Usage(None, None, max(0, self.events - self._reading.overhead), exact=False)
 
     def finish(self) -> str:
         """Why the engine says that it ended (`stop`, `length`, ...); empty: it does not."""
-        return next(filter(None, map(_finish, self._newest(b'"finish_reason"'))), "")
+        return next((said.finish for said in self._newest(self._reading.finish_word) if said.finish), "")
 
     def failed(self) -> bool:
         """True if one of the last events is the engine's word that it cannot go on."""
-        return any(answer.error is not None for answer in self._newest(b'"error"'))
+        return any(said.failed for said in self._newest(_ERROR_WORD))
 
-    def _newest(self, word: bytes) -> Iterator[_Answer]:
+    def _newest(self, word: bytes) -> Iterator[Said]:
         """The last events, the newest first; none if they do not hold `word` at all."""
         tail = b"".join(self._last)
-        if word not in tail:
-            return
-        for event in reversed(tail.replace(b"\r\n", b"\n").split(_EVENT_END)[-_LAST_EVENTS - 1 :]):
+        return self._read(tail, _LAST_EVENTS) if word in tail else iter(())
+
+    def _read(self, block: bytes, last: int = 0) -> Iterator[Said]:
+        """Events of a block, the newest first; at most so many if `last` says how many."""
+        for event in reversed(block.replace(b"\r\n", b"\n").split(_EVENT_END)[-last - 1 if last else 0 :]):
             start = event.find(b"data:")
-            answer = _decode(event[start + 5 :]) if start >= 0 else None
-            if answer is not None:
-                yield answer
+            said = self._reading.read(event[start + 5 :]) if start >= 0 else None
+            if said is not None:
+                yield said
 
     def _cut(self, block: bytes) -> bytes:
         """Whole events out of what was held and `block`; what is left stays held."""
@@ -138,8 +108,10 @@ class EventStream:
     def _passed(self, block: bytes) -> bytes:
         """Take note of whole events, and give them back as they are to go on."""
         if self.cached is not None:
-            block = _events_with_cached(block, self.cached)
+            block = events_with_cached(block, self.cached)
         self.events += block.count(_EVENT_END) + block.count(_CRLF_EVENT_END)
+        if not self._first:
+            self._first = block
         self._last.append(block)
         if len(self._last) > _LAST_EVENTS:
             del self._last[0]
@@ -149,12 +121,13 @@ class EventStream:
 class JsonAnswer:
     """The body of an answer without streaming: kept (references only) until its usage can be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
         self.cached: Cached | None = None
         """As of `EventStream`: only `whole` heeds it."""
+        self._reading = reading
         self._pieces: list[bytes] = []
         self._bytes = 0
-        self._answer: _Answer | None = None
+        self._answer: Said | None = None
         """The whole answer, once it was read."""
 
     def feed(self, pieces: list[bytes]) -> None:
@@ -187,91 +160,20 @@ class JsonAnswer:
     def usage(self) -> Usage | None:
         """Usage of the whole answer, None if there is none or it is too long to be read here."""
         answer = self._read()
-        return _usage(answer) if answer is not None else None
+        return answer.usage if answer is not None else None
 
     def finish(self) -> str:
         """Why the engine says that it ended; empty: it does not, or cannot be read here."""
         answer = self._read()
-        return _finish(answer) if answer is not None else ""
+        return answer.finish if answer is not None else ""
 
-    def _read(self) -> _Answer | None:
+    def _read(self) -> Said | None:
         if self._answer is None and self._pieces:
-            self._answer = _decode(b"".join(self._pieces))
+            self._answer = self._reading.read(b"".join(self._pieces))
         return self._answer
-
-
-def with_cached(answer: bytes, cached: Cached) -> bytes:
-    """A JSON answer (or chunk of one) whose usage says what `cached` does; unchanged if it has no usage.
-
-    Every other value stays as it was written. Streams of `/v1/responses` have the answer within an event.
-    """
-    try:
-        fields = _fields.decode(answer)
-        if "usage" not in fields and "response" in fields:
-            inside = bytes(fields["response"])
-            changed = with_cached(inside, cached)
-            return (
-                answer
-                if changed is inside
-                else msgspec.json.encode(fields | {"response": msgspec.Raw(changed)})
-            )
-        usage = _fields.decode(fields["usage"])
-        name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-        details = usage.get(name)
-        inner: dict[str, Any] = dict(_fields.decode(details)) if details not in (None, _NULL) else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-        return answer
-    inner["cached_tokens"] = cached.tokens
-    if cached.by_tier is not None:
-        inner["cached_tokens_by_tier"] = cached.by_tier
-    return msgspec.json.encode({**fields, "usage": {**usage, name: inner}})
-
-
-def _events_with_cached(block: bytes, cached: Cached) -> bytes:
-    """The same for a block of whole events."""
-    if b'"usage"' not in block:
-        return block
-    lines = block.split(b"\n")
-    for at, line in enumerate(lines):
-        if line.startswith(b"data:") and b'"usage"' in line:
-            data = line[5:].strip()
-            changed = with_cached(data, cached)
-            if changed is not data:
-                lines[at] = b"data: " + changed + (b"\r" if line.endswith(b"\r") else b"")
-    return b"\n".join(lines)
 
 
 def _end_of(data: bytes, separator: bytes) -> int:
     """Where the last `separator` ends, 0 if there is none."""
     at = data.rfind(separator)
     return at + len(separator) if at >= 0 else 0
-
-
-def _decode(text: bytes) -> _Answer | None:
-    try:
-        return _decoder.decode(text)
-    except msgspec.MsgspecError:
-        return None
-
-
-def _finish(answer: _Answer) -> str:
-    """The `finish_reason` of the last choice that has one."""
-    try:
-        said = [choice.finish_reason for choice in _choices.decode(answer.choices)]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ""
-    return next((word[:_MAX_WORD] for word in reversed(said) if word), "")
-
-
-def _usage(answer: _Answer) -> Usage | None:
-    """The usage in an answer; None if there is none, or if it cannot be what it says."""
-    usage = answer.usage
-    if usage is None:
-        return None
-    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else None
-    prompt, output = usage.prompt_tokens, usage.completion_tokens
-    if min(prompt or 0, cached or 0, output or 0) < 0 or (cached or 0) > (prompt or 0):
-        return None
-    details = usage.prompt_tokens_details
-    by_tier = None if details is None else tiers_of(details.cached_tokens_by_tier)
-    return Usage(prompt, cached, output, exact=True, cached_by_tier=by_tier)

@@ -15,16 +15,16 @@ import msgspec
 
 from sumibi.engines.connectors import PrefillAnswer
 from sumibi.gateway import pairs
-from sumibi.gateway.answers import Cached, Usage
-from sumibi.gateway.errors import error_body
 from sumibi.gateway.headers import ATTEMPT_HEADER, forwarded
 from sumibi.gateway.http1 import Connection, Header, Request
 from sumibi.gateway.metrics import Metrics, ModelCounters, seconds
 from sumibi.gateway.pairs import Failure, Pair
-from sumibi.gateway.reply import Reply, dropped
+from sumibi.gateway.readings import Usage
+from sumibi.gateway.reply import Reply
+from sumibi.gateway.rewriting import Cached
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.upstream import Call, Sink
-from sumibi.prompts.dialects import PromptKind, PromptRequest
+from sumibi.prompts.dialects import PromptRequest
 from sumibi.prompts.keys import Prompt
 from sumibi.routing.events import (
     Admitted,
@@ -115,7 +115,7 @@ class Completion:
         """Drop reason, if the router refused the request."""
         self._shell = shell
         self._connection = connection
-        self._reply = Reply(connection, request_id, one_zero=request.version == "1.0")
+        self._reply = Reply(connection, request_id, asked.dialect, one_zero=request.version == "1.0")
         self._target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
         self._terms = terms
         self._body = request.body
@@ -314,7 +314,7 @@ class Completion:
         self.refusal = reason
         self._left_queue(reason)
         self._close(FinishReason.REFUSED, None)
-        self._reply.whole(status, error_body(status, message, code=reason), dropped(reason))
+        self._reply.refusal(status, reason, message)
 
     # -- upstream.Sink
 
@@ -522,7 +522,7 @@ class Completion:
 
     def _usage(self) -> Usage:
         """Token counts of the whole answer: the engine's, else counted here."""
-        usage = self._reply.usage(chat=self.asked.kind is PromptKind.CHAT)
+        usage = self._reply.usage()
         cached = self._cached
         if cached is not None:  # the answer may have passed before this was known
             by_tier = usage.cached_by_tier if cached.by_tier is None else cached.by_tier

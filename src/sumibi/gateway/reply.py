@@ -5,9 +5,12 @@ breaks ends with an error event and a proper end, any other answer by cutting th
 cannot pass for whole.
 """
 
-from sumibi.gateway.answers import Cached, EventStream, JsonAnswer, Usage
-from sumibi.gateway.errors import error_body, error_event
+from sumibi.gateway.answers import EventStream, JsonAnswer
+from sumibi.gateway.errors import shape_in
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, response_head
+from sumibi.gateway.readings import Usage, reading_of
+from sumibi.gateway.rewriting import Cached
+from sumibi.prompts.dialects import Dialect
 from sumibi.routing.events import FinishReason
 
 DECISION_HEADER = b"x-sumibi-decision"
@@ -32,7 +35,7 @@ _FAILURES = {
 class Reply:
     """To one request, whichever engine it comes from in the end."""
 
-    def __init__(self, connection: Connection, request_id: str, *, one_zero: bool) -> None:
+    def __init__(self, connection: Connection, request_id: str, dialect: Dialect, *, one_zero: bool) -> None:
         self.status = 0
         """Of the engine's answer; 0: it has not come."""
         self.events: EventStream | None = None
@@ -44,6 +47,7 @@ class Reply:
         """Its end, too."""
         self._connection = connection
         self._request_id = request_id.encode()
+        self._dialect = dialect
         self._one_zero = one_zero
         self._headers: list[Header] = []
         self._chunked = False
@@ -62,9 +66,9 @@ class Reply:
     def read(self, cached: Cached | None) -> None:
         """It is a good one, so its body is read. `cached`: see `tell_cached`."""
         if _value(self._headers, b"content-type").startswith(b"text/event-stream"):
-            self.events = EventStream()
+            self.events = EventStream(reading_of(self._dialect))
         else:
-            self.json = JsonAnswer()
+            self.json = JsonAnswer(reading_of(self._dialect))
         self.tell_cached(cached)
 
     def tell_cached(self, cached: Cached | None) -> None:
@@ -85,17 +89,12 @@ class Reply:
         self._headers.append((b"content-length", b"content-length", b"%d" % len(body)))
         return [body]
 
-    def usage(self, *, chat: bool) -> Usage:
+    def usage(self) -> Usage:
         """Token counts by the engine, or else an estimate of the answer's."""
         if self.json is not None:
             return self.json.usage() or Usage(None, None, None, exact=False)
         assert self.events is not None
-        usage = self.events.usage()
-        if usage is not None:
-            return usage
-        # One event a token, the opening role event of a chat and the closing [DONE] aside.
-        overhead = 2 if chat else 1
-        return Usage(None, None, max(0, self.events.events - overhead), exact=False)
+        return self.events.usage() or self.events.estimate()
 
     def finish(self) -> str:
         """Why the engine says that its answer ended; empty: it does not."""
@@ -140,7 +139,8 @@ class Reply:
         if self.events is None or self._one_zero:
             self._connection.abort()
             return
-        self.write([error_event(_FAILURES[reason][1], code=_code(reason))], last=True)
+        event = shape_in(self._dialect).event(_FAILURES[reason][1], _code(reason), self.events.events)
+        self.write([event], last=True)
         self._connection.finished(close=True)
 
     # -- answers of our own
@@ -150,7 +150,11 @@ class Reply:
         status, message = _FAILURES[reason]
         code = _code(reason)
         headers = dropped(code) if reason is FinishReason.SHUTDOWN else None
-        self.whole(status, error_body(status, message, code=code), headers)
+        self.whole(status, shape_in(self._dialect).body(status, message, code, None), headers)
+
+    def refusal(self, status: int, reason: str, message: str) -> None:
+        """The router's word instead: no engine will take the request."""
+        self.whole(status, shape_in(self._dialect).body(status, message, reason, None), dropped(reason))
 
     def pass_on(self, status: int, headers: list[Header], body: bytes) -> None:
         """A prefill engine's word instead."""

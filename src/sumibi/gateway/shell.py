@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from sumibi.gateway.answers import Usage
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.metrics import Metrics
 from sumibi.gateway.options import Timeouts
 from sumibi.gateway.pairs import Owner, Pair
+from sumibi.gateway.readings import Usage
 from sumibi.gateway.record import Recorder
 from sumibi.gateway.transfers import Transfer
 from sumibi.gateway.upstream import Call, Sink, Upstream

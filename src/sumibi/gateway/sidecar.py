@@ -20,7 +20,6 @@ from sumibi.core.errors import BadRequest, ConfigError
 from sumibi.core.ids import new_id
 from sumibi.engines.connectors import CONNECTORS, Values
 from sumibi.engines.discovery import address_of
-from sumibi.gateway.answers import Usage
 from sumibi.gateway.app import COMPLETION_PATHS
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.deadlines import Deadlines
@@ -31,6 +30,7 @@ from sumibi.gateway.metrics import Metrics
 from sumibi.gateway.options import EngineOption, Timeouts, engine_options
 from sumibi.gateway.pairs import Owner, Pair
 from sumibi.gateway.passing import Passing
+from sumibi.gateway.readings import Usage
 from sumibi.gateway.server import HttpServer
 from sumibi.gateway.shell import Target
 from sumibi.gateway.sides import Sides
