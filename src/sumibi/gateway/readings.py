@@ -181,7 +181,7 @@ def _read_message(text: bytes) -> Said | None:
         prompt = usage.input_tokens
         if prompt is not None:  # what is in the cache, or was put there, is counted apart
             prompt += (read or 0) + (made or 0)
-        details = _Details(read) if read is not None else None
+        details = _Details(read) if read is not None and prompt is not None else None
         counts = _counts(prompt, usage.output_tokens, details)
     stop = event.delta.stop_reason if event.delta is not None else event.stop_reason
     return Said(counts, _word(stop), event.error is not None)
@@ -253,9 +253,7 @@ def _word(said: str | None) -> str:
 def _counts(prompt: int | None, output: int | None, details: _Details | None) -> Usage | None:
     """Token counts; None if they cannot be what they say."""
     cached = details.cached_tokens if details is not None else None
-    if min(prompt or 0, cached or 0, output or 0) < 0:
-        return None
-    if prompt is not None and (cached or 0) > prompt:
+    if min(prompt or 0, cached or 0, output or 0) < 0 or (cached or 0) > (prompt or 0):
         return None
     by_tier = None if details is None else tiers_of(details.cached_tokens_by_tier)
     return Usage(prompt, cached, output, exact=True, cached_by_tier=by_tier)
