@@ -23,13 +23,14 @@ from starlette.types import Receive, Scope, Send
 import sumibi
 from sumibi.core.errors import BadRequest, SumibiError
 from sumibi.core.ids import new_id
-from sumibi.engine.answers import STREAM_END, Writer, error_body, writer_for
+from sumibi.engine.asked import Request
 from sumibi.engine.choices import Choices, Piece
+from sumibi.engine.dialects import COUNT_TOKENS, SPOKEN, Writer, error_body_for
 from sumibi.engine.kvtiers import Hint, TierLink
 from sumibi.engine.loop import Engine
 from sumibi.engine.metrics import EngineMetrics
 from sumibi.engine.options import KVEventsConfig
-from sumibi.engine.requests import Request, RequestReader
+from sumibi.engine.requests import RequestReader
 from sumibi.engine.wire import ModelCard, ModelList, Rendered, RenderedSampling, TierInfo, Tokenized
 from sumibi.prompts.dialects import decode_body, parse_request
 from sumibi.tiers import Tier
@@ -70,8 +71,8 @@ class Door:
     def app(self) -> Starlette:
         """The ASGI application. The engine starts and stops with it."""
         routes = [
-            Route(_CHAT, self.generate, methods=["POST"]),
-            Route(_COMPLETION, self.generate, methods=["POST"]),
+            *(Route(path, self.generate, methods=["POST"]) for path in SPOKEN),
+            Route(COUNT_TOKENS, self.count_tokens, methods=["POST"]),
             Route(f"{_CHAT}/render", self.render, methods=["POST"]),
             Route(f"{_COMPLETION}/render", self.render, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -98,10 +99,14 @@ class Door:
         )
 
     async def generate(self, http: HttpRequest) -> Response:
-        """`POST /v1/chat/completions` and `/v1/completions`."""
+        """`POST` to one of the paths of `SPOKEN`."""
         path: str = http.scope["path"]
         request = await _read(http, lambda body: self.reader.read(path, body))
         return _Answer(self.engine, self.reader, path, request, _name(http), _attempt(http))
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        """`POST /v1/messages/count_tokens`: how many tokens the prompt of a message would have."""
+        return _json({"input_tokens": await _read(http, self.reader.count)})
 
     async def render(self, http: HttpRequest) -> Response:
         """`POST .../render`: what the engine would compute; a list of prompts for completions, as in vLLM."""
@@ -257,15 +262,15 @@ class _Answer(Response):
         try:
             generation = self._engine.submit(self._request.jobs, self._request_id, self._attempt)
         except SumibiError as error:
-            await _send_whole(send, error.status, error_body(error))
+            await _send_whole(send, error.status, error_body_for(self._path, error))
             return
         tasks: set[asyncio.Task[None]] = set()
         try:
             model, tokenizer = self._reader.model, self._reader.tokenizer
             choices = Choices(self._request, generation, tokenizer, model.eos_token_ids)
-            writer = writer_for(self._path, model.name, choices, tokenizer)
+            writer = SPOKEN[self._path].writer(model.name, choices, tokenizer)
             run = _send_events if self._request.answer.stream else _send_all
-            work = asyncio.create_task(run(choices, writer, send))
+            work = asyncio.create_task(run(self._path, choices, writer, send))
             tasks = {work, asyncio.create_task(_client_left(receive))}
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -277,7 +282,7 @@ class _Answer(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _send_all(choices: Choices, writer: Writer, send: Send) -> None:
+async def _send_all(path: str, choices: Choices, writer: Writer, send: Send) -> None:
     """One JSON body, when everything is there."""
     merged: dict[int, Piece] = {}
     try:
@@ -285,12 +290,12 @@ async def _send_all(choices: Choices, writer: Writer, send: Send) -> None:
             for piece in await choices.take():
                 merged.setdefault(piece.choice, Piece(piece.choice)).extend(piece)
     except SumibiError as error:
-        await _send_whole(send, error.status, error_body(error))
+        await _send_whole(send, error.status, error_body_for(path, error))
         return
     await _send_whole(send, 200, writer.whole([merged[choice] for choice in sorted(merged)]))
 
 
-async def _send_events(choices: Choices, writer: Writer, send: Send) -> None:
+async def _send_events(path: str, choices: Choices, writer: Writer, send: Send) -> None:
     """A stream. Headers go out with the first token, so that what fails before it has its own status."""
     begun = False
     try:
@@ -304,12 +309,12 @@ async def _send_events(choices: Choices, writer: Writer, send: Send) -> None:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
     except SumibiError as error:
         if not begun:
-            await _send_whole(send, error.status, error_body(error))
+            await _send_whole(send, error.status, error_body_for(path, error))
             return
-        last = b"data: " + error_body(error) + b"\n\n"
+        last = writer.failed(error)
     else:
-        last = writer.usage_event() if choices.request.answer.include_usage else b""
-    await send({"type": "http.response.body", "body": last + STREAM_END})
+        last = writer.end()
+    await send({"type": "http.response.body", "body": last})
 
 
 def _name(http: HttpRequest) -> str:
@@ -367,7 +372,8 @@ def _json(payload: object, status: int = 200) -> Response:
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, SumibiError)
-    return Response(error_body(error), error.status, media_type="application/json")
+    body = error_body_for(http.scope["path"], error)
+    return Response(body, error.status, media_type="application/json")
 
 
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:

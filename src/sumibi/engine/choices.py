@@ -7,8 +7,8 @@ here, and the engine is told to stop it.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from sumibi.engine.asked import Request
 from sumibi.engine.loop import Generation, PromptReport, Token
-from sumibi.engine.requests import Request
 from sumibi.engine.sequence import FinishReason, TokenLogprob
 from sumibi.engine.text import ChoiceText
 from sumibi.engine.transfer.params import TransferAnswer

@@ -1,41 +1,30 @@
-"""What a request asks of the engine: the OpenAI fields and vLLM's additions, checked one by one.
+"""What a request asks of the engine, whatever its dialect: checked field by field, and made into jobs.
 
-The prompt's own fields are read by `sumibi.prompts` (the gateway reads them with the same code); here it
-is what comes after the prompt. A field that would change the answer and that this engine does not have
-is refused by name (`_UNSUPPORTED`), never ignored. Fields that do not concern the answer (`user`,
-`metadata`, ...) and unknown ones are skipped, as vLLM does.
+The prompt's own fields are read by `sumibi.prompts` (the gateway reads them with the same code), what comes
+after the prompt by `sumibi.engine.dialects`.
 """
 
 import random
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from sumibi.core.errors import BadRequest, UnknownModel
+from sumibi.engine.asked import AnswerOptions, Request
+from sumibi.engine.dialects import COUNT_TOKENS, SPOKEN, Spoken
+from sumibi.engine.fields import ChatFields, CompletionFields, Fields
 from sumibi.engine.loop import Job
 from sumibi.engine.sequence import SamplingParams
 from sumibi.engine.text import TextOptions
 from sumibi.engine.transfer.config import KVTransferConfig
 from sumibi.engine.transfer.params import KeepRequest, PullRequest, check_length, read_params
-from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_body, parse_request
+from sumibi.prompts.dialects import Dialect, PromptKind, PromptRequest, parse_request, settled
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
 
 MAX_CHOICES = 128
 """Choices of one request: prompts times `n`."""
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
 _GREEDY_BELOW = 1e-5
 """Temperatures under this are 0, as in vLLM: dividing by them would overflow."""
-
-Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Logprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-Stop = Annotated[str, msgspec.Meta(min_length=1)]
-Stops = Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)]
-Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,127 +38,6 @@ class ServedModel:
     """Prompt and output of one sequence."""
     vocabulary: int
     eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
-    """How the answer is to look."""
-
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    logprobs: bool
-    """Whether tokens are reported with their log-probabilities."""
-    n: int
-    """Choices a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request, ready for the engine."""
-
-    jobs: list[Job]
-    text: TextOptions
-    answer: AnswerOptions
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class _ResponseFormat(msgspec.Struct):
-    type: str
-
-
-class _Fields(msgspec.Struct, kw_only=True):
-    """Fields of both APIs. None is "not given" throughout: clients send null for defaults."""
-
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    """-1, as 0, is all."""
-    min_p: Unit | None = None
-    seed: int | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    logit_bias: dict[str, Bias] | None = None
-    stop: Stop | Stops | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: Count | None = None
-    max_tokens: int | None = None
-    """Its range is checked with the prompt; here it matters whether it was given."""
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: Logprobs | None = None
-    return_token_ids: bool | None = None
-    stream_options: _StreamOptions | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    # Not supported, see _UNSUPPORTED.
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
-    priority: Any = None
-    response_format: _ResponseFormat | None = None
-    return_tokens_as_token_ids: Any = None
-    structured_outputs: Any = None
-    use_beam_search: Any = None
-
-
-class _ChatFields(_Fields, kw_only=True):
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
-    # Not supported.
-    audio: Any = None
-    echo: Any = None
-    function_call: Any = None
-    tool_choice: Any = None
-
-
-class _CompletionFields(_Fields, kw_only=True):
-    logprobs: Logprobs | None = None
-    # Not supported.
-    best_of: Any = None
-    echo: Any = None
-    prompt_embeds: Any = None
-    suffix: Any = None
-
-
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "response_format": (_ResponseFormat("text"),),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "use_beam_search": (False,),
-}
-"""Fields that this engine does not have, with the values that ask for nothing (null always does).
-`tools` are shown to the model through its chat template; what it answers is text, never parsed into calls."""
-
-_chat_fields = msgspec.json.Decoder(_ChatFields)
-_completion_fields = msgspec.json.Decoder(_CompletionFields)
 
 
 class RequestReader:
@@ -192,17 +60,13 @@ class RequestReader:
         self._seeds = random.Random(seed)
 
     def read(self, path: str, body: bytes) -> Request:
-        """A completion or chat request. Raises BadRequest naming the field, UnknownModel."""
+        """A request of one of the paths of `SPOKEN`. Raises BadRequest naming the field, UnknownModel."""
+        spoken = SPOKEN[path]
         prompt = parse_request(path, body)
         prompts = self.tokenize(prompt, at_most=self.model.max_tokens)
-        fields: _ChatFields | _CompletionFields
-        if prompt.kind is PromptKind.CHAT:
-            fields = decode_body(_chat_fields, body)
-        else:
-            fields = decode_body(_completion_fields, body)
-        _refuse_unsupported(fields)
-        self._check_sizes(prompt, prompts, fields)
-        params = self._params(prompt, fields)
+        fields = spoken.read(body)
+        self._check_sizes(prompt, prompts, fields, spoken)
+        params = self._params(prompt, fields, spoken)
         transfer = read_params(fields.kv_transfer_params, self._transfer)
         if transfer is not None:
             _check_one(transfer, len(prompts), prompt.n)
@@ -214,20 +78,31 @@ class RequestReader:
             limit = min(params.max_tokens, room)
             limited = replace(params, max_tokens=limit)
             jobs.append(Job(token_ids, limited, prompt.n, prompt.cache_salt, transfer))
-        return Request(jobs, _text_options(fields), _answer_options(prompt, fields, params))
+        return Request(jobs, _text_options(fields), _answer_options(prompt, fields, params, spoken), fields)
+
+    def count(self, body: bytes) -> int:
+        """Tokens of the prompt of a `count_tokens` request. Raises as `read` does."""
+        (token_ids,) = self.tokenize(parse_request(COUNT_TOKENS, body))
+        return len(token_ids)
 
     def tokenize(self, request: PromptRequest, *, at_most: int | None = None) -> list[list[int]]:
         """Token ids of each prompt of a request, in order. Raises BadRequest, UnknownModel.
 
         A text that surely has more tokens than `at_most` is refused without tokenising it.
         """
-        if request.model != self.model.name:
+        if request.model not in (self.model.name, ""):
             raise UnknownModel(
                 f"model: {request.model!r} is not served here, {self.model.name!r} is", param="model"
             )
+        if request.stateful:
+            raise BadRequest(
+                f"{request.stateful}: no response is remembered here; send the whole conversation as input",
+                param=request.stateful,
+            )
         if request.opaque:
             raise BadRequest(f"{request.opaque}: not supported", param=request.opaque)
-        field = "messages" if request.kind is PromptKind.CHAT else "prompt"
+        request = settled(request, self._template)
+        field = _prompt_field(request)
         prompts = request.token_ids
         if request.kind is not PromptKind.TOKENS:
             texts = [self._render(request)] if request.kind is PromptKind.CHAT else request.texts
@@ -245,7 +120,8 @@ class RequestReader:
 
     def _render(self, request: PromptRequest) -> str:
         if self._template is None:
-            raise BadRequest("messages: this model has no chat template", param="messages")
+            field = _prompt_field(request)
+            raise BadRequest(f"{field}: this model has no chat template", param=field)
         return self._template.render(
             request.messages,
             tools=request.tools,
@@ -262,33 +138,35 @@ class RequestReader:
             )
 
     def _check_sizes(
-        self, prompt: PromptRequest, prompts: list[list[int]], fields: "_ChatFields | _CompletionFields"
+        self, prompt: PromptRequest, prompts: list[list[int]], fields: Fields, spoken: Spoken
     ) -> None:
-        field = "messages" if prompt.kind is PromptKind.CHAT else "prompt"
+        field = _prompt_field(prompt)
         limit = self.model.max_tokens
         longest = max(map(len, prompts))
         if longest >= limit:
             raise _too_long(field, limit, str(longest))
         if len(prompts) * prompt.n > MAX_CHOICES:
-            raise BadRequest(f"n: at most {MAX_CHOICES} choices a request", param="n")
-        if prompt.max_tokens is None or (prompt.kind is not PromptKind.CHAT and fields.max_tokens is None):
+            name = f"{spoken.within}n"
+            raise BadRequest(f"{name}: at most {MAX_CHOICES} choices a request", param=name)
+        if prompt.max_tokens is None or (prompt.dialect is Dialect.COMPLETIONS and fields.max_tokens is None):
             return  # no limit of the client's own: the context is one
         if longest + prompt.max_tokens > limit:
             raise BadRequest(
-                f"max_tokens: this model's context is {limit} tokens; {longest} of the prompt and "
+                f"{spoken.limit}: this model's context is {limit} tokens; {longest} of the prompt and "
                 f"{prompt.max_tokens} of output are more",
-                param="max_tokens",
+                param=spoken.limit,
             )
 
-    def _params(self, prompt: PromptRequest, fields: "_ChatFields | _CompletionFields") -> SamplingParams:
+    def _params(self, prompt: PromptRequest, fields: Fields, spoken: Spoken) -> SamplingParams:
         stop_ids = fields.stop_token_ids or []
-        self._check_ids(stop_ids, "stop_token_ids")
+        self._check_ids(stop_ids, f"{spoken.within}stop_token_ids")
         temperature = _or(fields.temperature, 1.0)
         seed = self._seeds.getrandbits(64) if fields.seed is None else fields.seed
         max_tokens = _or(prompt.max_tokens, self.model.max_tokens)
         min_tokens = fields.min_tokens or 0
         if min_tokens > max_tokens:
-            raise BadRequest(f"min_tokens: at most max_tokens ({max_tokens})", param="min_tokens")
+            name = f"{spoken.within}min_tokens"
+            raise BadRequest(f"{name}: at most {spoken.limit} ({max_tokens})", param=name)
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -300,19 +178,19 @@ class RequestReader:
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             repetition_penalty=_or(fields.repetition_penalty, 1.0),
-            logit_bias=self._logit_bias(fields.logit_bias or {}),
+            logit_bias=self._logit_bias(fields.logit_bias or {}, f"{spoken.within}logit_bias"),
             stop_token_ids=frozenset(stop_ids)
             | (frozenset() if fields.ignore_eos else self.model.eos_token_ids),
             logprobs=_logprobs(fields),
             prompt_logprobs=fields.prompt_logprobs,
         )
 
-    def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
+    def _logit_bias(self, given: dict[str, float], name: str) -> dict[int, float]:
         try:
             bias = {int(token): value for token, value in given.items()}
         except ValueError as cause:
-            raise BadRequest("logit_bias: keys are token ids", param="logit_bias") from cause
-        self._check_ids(list(bias), "logit_bias")
+            raise BadRequest(f"{name}: keys are token ids", param=name) from cause
+        self._check_ids(list(bias), name)
         return bias
 
 
@@ -323,11 +201,9 @@ def _too_long(field: str, limit: int, tokens: str) -> BadRequest:
     )
 
 
-def _refuse_unsupported(fields: "_ChatFields | _CompletionFields") -> None:
-    for name, harmless in _UNSUPPORTED.items():
-        value = getattr(fields, name, None)
-        if value is not None and value not in harmless:
-            raise BadRequest(f"{name}: not supported by this engine", param=name)
+def _prompt_field(request: PromptRequest) -> str:
+    """Where the request has its prompt."""
+    return "token_ids" if request.dialect is Dialect.GENERATE else request.conversion.field
 
 
 def _check_one(transfer: KeepRequest | PullRequest, prompts: int, choices: int) -> None:
@@ -342,9 +218,10 @@ def _or(value: float | int | None, default: Any) -> Any:
     return default if value is None else value
 
 
-def _logprobs(fields: "_ChatFields | _CompletionFields") -> int | None:
-    if isinstance(fields, _CompletionFields):
+def _logprobs(fields: Fields) -> int | None:
+    if isinstance(fields, CompletionFields):
         return fields.logprobs
+    assert isinstance(fields, ChatFields)
     if not fields.logprobs:
         if fields.top_logprobs:
             raise BadRequest("top_logprobs: needs logprobs true", param="top_logprobs")
@@ -352,7 +229,7 @@ def _logprobs(fields: "_ChatFields | _CompletionFields") -> int | None:
     return fields.top_logprobs or 0
 
 
-def _text_options(fields: "_ChatFields | _CompletionFields") -> TextOptions:
+def _text_options(fields: Fields) -> TextOptions:
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return TextOptions(
         stops=tuple(stops),
@@ -363,13 +240,14 @@ def _text_options(fields: "_ChatFields | _CompletionFields") -> TextOptions:
 
 
 def _answer_options(
-    prompt: PromptRequest, fields: "_ChatFields | _CompletionFields", params: SamplingParams
+    prompt: PromptRequest, fields: Fields, params: SamplingParams, spoken: Spoken
 ) -> AnswerOptions:
     options = fields.stream_options
     if options is not None and not prompt.stream:
         raise BadRequest("stream_options: only with stream true", param="stream_options")
     if prompt.stream and fields.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs: not with stream true", param="prompt_logprobs")
+        name = f"{spoken.within}prompt_logprobs"
+        raise BadRequest(f"{name}: not with stream true", param=name)
     return AnswerOptions(
         stream=prompt.stream,
         include_usage=prompt.include_usage,
