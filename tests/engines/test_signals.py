@@ -64,6 +64,9 @@ def test_sglang_s_names_are_known():
         b"vllm:num_requests_running{",
         b"\xff\xfe\x00",
         b"# nothing",
+        b'vllm:cache_config_info{block_size="%b"} 1' % (b"9" * 5000),
+        b"vllm:num_requests_running 1e308\nvllm:num_requests_running 1e308\n",
+        b"vllm:num_requests_running{" + b"a" * 1_000_000 + b"} x",  # hours, if it took its length squared
     ],
 )
 def test_a_page_that_says_nothing_is_nothing_known(page):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sumibi.gateway.answers import EventStream, JsonAnswer
 from sumibi.gateway.readings import Usage, reading_of
+from sumibi.gateway.rewriting import Cached, with_cached
 from sumibi.prompts.dialects import Dialect
 
 CHAT = reading_of(Dialect.CHAT)
@@ -166,6 +167,29 @@ def test_an_error_that_the_engine_puts_into_its_stream_is_seen(tail, failed):
     assert not stream.failed()
     stream.feed([tail])
     assert stream.failed() is failed
+
+
+@pytest.mark.parametrize("step", [1, 50, 10_000])
+def test_counts_of_an_opening_event_are_found_whatever_came_with_it(step):
+    data = (
+        b'event: message_start\ndata: {"message": {"usage": {"input_tokens": 7, "output_tokens": 1}}}\n\n'
+        b'event: message_delta\ndata: {"delta": {"stop_reason": "x"}, "usage": {"output_tokens": 3}}\n\n'
+    )
+    stream = EventStream(reading_of(Dialect.MESSAGES))
+    for at in range(0, len(data), step):
+        stream.feed([data[at : at + step]])
+    usage = stream.usage()
+    assert (usage.prompt_tokens, usage.output_tokens) == (7, 3)
+
+
+def test_brackets_nested_deeper_than_a_decoder_goes_are_no_usage_and_go_on_as_they_are():
+    deep = b'{"usage": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    answer, stream = JsonAnswer(CHAT), EventStream(CHAT)
+    answer.feed([deep])
+    assert (answer.usage(), answer.finish()) == (None, "")
+    assert stream.feed([b"data: %b\n\n" % deep]) == b"data: %b\n\n" % deep
+    assert (stream.usage(), stream.failed()) == (None, False)
+    assert with_cached(deep, Cached(5)) == deep
 
 
 def test_a_json_answer_too_long_to_be_kept_has_no_usage():

@@ -36,12 +36,22 @@ async def two_engines_of_which_the_first_asked_fails(it, fault):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("fault", ["reset", "reset-after-head", "garbage", "500", "503", "429"])
+@pytest.mark.parametrize(
+    "fault",
+    ["reset", "reset-after-head", "garbage", "interim-with-body", "other-coding", "500", "503", "429"],
+)
 async def test_a_request_not_yet_answered_is_tried_elsewhere(lab, behaviours, fault, stream):
     faults = {
         "reset": behaviours.write_then_break(b""),
         "reset-after-head": behaviours.write_then_break(behaviours.stream_head),
         "garbage": behaviours.write_then_break(b"220 smtp ready\r\n\r\n"),
+        # llhttp would put the interim answer's body before the true one's, and take the coding for none.
+        "interim-with-body": behaviours.write_then_break(
+            b"HTTP/1.1 103 X\r\ncontent-length: 3\r\n\r\nabcHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+        ),
+        "other-coding": behaviours.write_then_break(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        ),
         "500": behaviours.status(500, {"error": {}}),
         "503": behaviours.status(503, {"error": {}}),
         "429": behaviours.status(429, {"error": {}}),

@@ -320,6 +320,10 @@ def test_an_image_in_a_block_makes_it_another_block():
     assert resident(image) & resident(other) == {keys[0]}
 
 
+def test_an_event_of_no_blocks_changes_nothing_whatever_else_it_says():
+    assert resident(source().apply([stored([], [], extra_keys=[["salt"]])])) == set()
+
+
 def test_a_grouped_store_counts_only_if_its_tokens_fill_its_blocks():
     s = source()
     assert s.apply([stored([1, 2], TOKENS[:20])]) == []

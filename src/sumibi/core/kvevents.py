@@ -18,6 +18,9 @@ EngineHash = int | bytes
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 """Token ids are hashed as 32 bits; an event with others is of no known kind."""
 
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises; the last is for brackets nested too deep."""
+
 REPLAY_END = (1 << 64) - 1
 """Sequence of the empty message that ends a replay (all ones)."""
 
@@ -107,7 +110,7 @@ def decode_batch(seq: int, payload: bytes) -> EventBatch:
     """Decode one payload frame. Raises WireError when the batch itself is not a batch."""
     try:
         usual = _usual.decode(payload)
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         return _decode_with_care(seq, payload)
     return EventBatch(seq, usual.ts, usual.events, usual.rank or 0)
 
@@ -126,7 +129,7 @@ def _decode_with_care(seq: int, payload: bytes) -> EventBatch:
         ts = float(msgspec.msgpack.decode(parts[0]))
         rank = msgspec.msgpack.decode(parts[2]) if len(parts) > 2 else 0
         raws = _raws.decode(parts[1])
-    except (msgspec.MsgspecError, KeyError, IndexError, TypeError, ValueError) as cause:
+    except (*_MALFORMED, KeyError, IndexError, TypeError, ValueError) as cause:
         raise WireError(f"KV event batch {seq} is not [ts, [events], rank]: {cause}") from cause
     events: list[KVEvent] = []
     skipped = 0
@@ -144,13 +147,13 @@ def _decode_with_care(seq: int, payload: bytes) -> EventBatch:
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     try:
         return _typed.decode(raw)
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         pass
     try:
         slots = msgspec.msgpack.decode(raw)
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         return None
-    if not isinstance(slots, list) or not slots or slots[0] not in _SLOTS:
+    if not isinstance(slots, list) or not slots or not isinstance(slots[0], str) or slots[0] not in _SLOTS:
         return None
     names, required = _SLOTS[slots[0]]
     values = slots[1 : 1 + len(names)]
@@ -162,6 +165,6 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
         fields["cache_salt"] = fields.pop("lora_name").get("cache_salt")
     try:
         event: KVEvent = msgspec.convert({"type": slots[0], **fields}, KVEvent)
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         return None
     return event

@@ -16,6 +16,8 @@ from sumibi.engines.http import ask
 from sumibi.engines.signals import EngineSignals, parse_signals
 
 _MAX_RANKS = 64
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises; the last is for brackets nested too deep."""
 
 
 class HintOutcome(StrEnum):
@@ -214,7 +216,7 @@ async def _models(url: str, timeout_s: float) -> list[_Model]:
         raise EngineUnavailable(f"{url}/v1/models answered {reply.status}")
     try:
         models = msgspec.json.decode(reply.body, type=_Models).data
-    except msgspec.MsgspecError as cause:
+    except _MALFORMED as cause:
         raise WireError(f"{url}/v1/models is not a list of models: {cause}") from cause
     if not models:
         raise WireError(f"{url}/v1/models names no model")
@@ -233,7 +235,7 @@ async def _event_sources(url: str, timeout_s: float) -> dict[int, _EventConfig]:
     try:
         page = await _page(url, "/kv_event_sources", timeout_s)
         configs = msgspec.json.decode(page or b"{}", type=dict[int, _EventConfig | None])
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         return {}
     return {rank: config for rank, config in configs.items() if 0 <= rank < _MAX_RANKS and config is not None}
 
@@ -243,7 +245,7 @@ async def transfer_info(url: str, timeout_s: float) -> TransferInfo | None:
     page = await _page(url, "/kv_transfer", timeout_s)
     try:
         return msgspec.json.decode(page, type=TransferInfo) if page else None
-    except msgspec.MsgspecError:
+    except _MALFORMED:
         return None
 
 

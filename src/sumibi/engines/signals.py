@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+_MAX_DIGITS = 18
+"""Of a number that is believed."""
+_LABEL = re.compile(rb'(?<!\w)(\w++)="((?:[^"\\]|\\.)*+)"')
+"""From the beginning of a word and without going back: else a long word takes its length squared."""
 
 
 class EngineSignals(msgspec.Struct, frozen=True):
@@ -55,7 +58,8 @@ def parse_signals(page: bytes, *, rank: int = 0, ranks: int = 1) -> EngineSignal
 
 def _total(page: bytes, engine: bytes | None, *names: bytes) -> float | None:
     values = _values(page, engine, names)
-    return sum(values) if values else None
+    total = sum(values)
+    return total if values and total < float("inf") else None
 
 
 def _highest(page: bytes, engine: bytes | None, *names: bytes) -> float | None:
@@ -97,7 +101,7 @@ def _int(labels: dict[bytes, bytes], *names: bytes) -> int | None:
     """The first of `names` that holds a positive whole number."""
     for name in names:
         text = labels.get(name, b"")
-        if text.isdigit() and int(text) > 0:
+        if text.isdigit() and len(text) <= _MAX_DIGITS and int(text) > 0:
             return int(text)
     return None
 

@@ -37,7 +37,7 @@ class EventStream:
         """What the usage is to say instead of the engine's word; None: leave it."""
         self._reading = reading
         self._held = bytearray()
-        self._first = b""  # the block with the first event
+        self._first = b""  # of readings that open with the prompt: the block with the first usage
         self._last: list[bytes] = []  # the last blocks of whole events, newest last
 
     def feed(self, pieces: list[bytes]) -> bytes:
@@ -59,7 +59,9 @@ class EventStream:
         usage = next((said.usage for said in self._newest(word) if said.usage is not None), None)
         if usage is None or usage.prompt_tokens is not None or not self._reading.opens_with_prompt:
             return usage
-        opening = next((said.usage for said in self._read(self._first) if said.usage is not None), None)
+        events = self._first.replace(b"\r\n", b"\n").split(_EVENT_END)
+        first = next((event for event in events if word in event), b"")
+        opening = next((said.usage for said in self._read(first)), None)
         if opening is None:
             return usage
         return msgspec.structs.replace(
@@ -110,7 +112,7 @@ class EventStream:
         if self.cached is not None:
             block = events_with_cached(block, self.cached)
         self.events += block.count(_EVENT_END) + block.count(_CRLF_EVENT_END)
-        if not self._first:
+        if not self._first and self._reading.opens_with_prompt and self._reading.usage_word in block:
             self._first = block
         self._last.append(block)
         if len(self._last) > _LAST_EVENTS:

@@ -110,7 +110,7 @@ class ModelReader:
             if reply.status != 200:
                 raise EngineUnavailable(f"/tokenize answered {reply.status}")
             tokens = msgspec.json.decode(reply.body, type=_Tokens).tokens
-        except (EngineUnavailable, msgspec.MsgspecError) as cause:
+        except (EngineUnavailable, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
             self.failed += 1
             if self.failed == 1:
                 log.warning("%s: cannot tokenize there (%s); using byte keys", url, cause)

@@ -21,6 +21,7 @@ _MAX_HEAD_BYTES = 64 * 1024
 """An engine's status line and headers; more is taken for garbage."""
 _MAX_IDLE = 256
 """Unused connections kept per engine."""
+_FRAMING = (b"content-length", b"transfer-encoding")
 _DELIVERY_S = 0.05
 """For an engine to read a request whose answer nobody wants: closing at once might throw it away unread."""
 
@@ -239,7 +240,8 @@ class EngineConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as cause:
-            self._fail(FinishReason.ENGINE_GONE, f"the engine's answer is not valid HTTP/1.1: {cause}")
+            why = cause.__context__ if isinstance(cause, httptools.HttpParserCallbackError) else cause
+            self._fail(FinishReason.ENGINE_GONE, f"the engine's answer is not valid HTTP/1.1: {why}")
             return
         if not self._head_told:
             if self._status == 0:
@@ -293,14 +295,19 @@ class EngineConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._excess:
             return
+        framing = [(lower, value) for lower, _, value in self._headers if lower in _FRAMING]
         if status < 200:
+            if status < 100 or framing:  # llhttp would read a body, and the answer's own would come after it
+                raise ValueError(f"status {status} with a body")
             self._headers = []  # interim answers (100, 103) are the engine's talk with us
             return
+        codings = [value.lower() for lower, value in framing if lower == b"transfer-encoding"]
+        if codings and codings != [b"chunked"]:
+            # llhttp takes others beside it; we would pass coded bytes on, unnamed.
+            raise ValueError("a transfer coding other than chunked")
         self._status = status
         self._keep_alive = self._parser.should_keep_alive()
-        for lower, _, _ in self._headers:
-            if lower in (b"content-length", b"transfer-encoding"):
-                self._framed = True
+        self._framed = bool(framing)
 
     def on_body(self, piece: bytes) -> None:
         """A piece of the body, unframed."""

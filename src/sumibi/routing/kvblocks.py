@@ -162,6 +162,6 @@ def extras_of(event: BlockStored) -> list[bytes] | None:
     if not event.extra_keys:
         return None
     own = [_own_extras(event, i) for i in range(len(event.block_hashes))]
-    if event.parent_block_hash is None and event.cache_salt is None and salt_of(event) is not None:
+    if own and event.parent_block_hash is None and event.cache_salt is None and salt_of(event) is not None:
         own[0] = own[0][:-1]
     return [msgspec.json.encode(extras) if extras else b"" for extras in own] if any(own) else None

@@ -128,12 +128,12 @@ def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
     by_tier = None if details is None or cached is None else tiers_of(details.cached_tokens_by_tier)
     returned = msgspec.Raw(b"null")
     if connector.takes is not None and connector.returned is not None:
-        returned = _fields.decode(body).get(connector.takes, returned)
-        if bytes(returned) == b"null":
-            raise WireError(f"{connector.takes}: missing in the prefill engine's answer")
         try:
+            returned = _fields.decode(body).get(connector.takes, returned)
+            if bytes(returned) == b"null":
+                raise WireError(f"{connector.takes}: missing in the prefill engine's answer")
             checked = msgspec.json.decode(returned, type=connector.returned)
-        except msgspec.MsgspecError as cause:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
             raise WireError(f"{connector.takes} of the prefill engine's answer: {cause}") from cause
         if cached is None:
             cached = getattr(checked, "remote_prefill_cached_tokens", None)
