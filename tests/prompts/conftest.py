@@ -212,6 +212,9 @@ KINDS = {
     ),
     "metaspace": (lambda: _sentencepiece(by_normalizer=False), None),
     "prepend": (lambda: _sentencepiece(by_normalizer=True), None),
+    # transformers splits these two by rules of its own, whatever their file says
+    "llama": (lambda: _sentencepiece(by_normalizer=True), {"legacy": False}),
+    "llama-legacy": (lambda: _sentencepiece(by_normalizer=True), {"legacy": True}),
 }
 SPM_NAMES = dict(zip(("unk_token", "bos_token", "eos_token"), SPM_TOKENS, strict=True))
 
@@ -229,7 +232,10 @@ def checkpoint(tmp_path_factory):
                 files[kind] = build().to_str()
             directory = tmp_path_factory.mktemp(f"{kind}-{template}")
             (directory / "tokenizer.json").write_text(files[kind], encoding="utf-8")
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **(names or SPM_NAMES)}
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPM_NAMES, **(names or {})}
+            if kind.startswith("llama"):
+                config["tokenizer_class"] = "LlamaTokenizer"
+                (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
             (directory / "tokenizer_config.json").write_text(json.dumps(config))
             if template is not None:
                 (directory / "chat_template.jinja").write_text(TEMPLATES[template], encoding="utf-8")
@@ -242,13 +248,13 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def transformers_tokenizer():
     """The oracle: transformers' own loading of a checkpoint directory."""
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     loaded = {}
 
     def load(directory):
         if directory not in loaded:
-            loaded[directory] = PreTrainedTokenizerFast.from_pretrained(directory)
+            loaded[directory] = AutoTokenizer.from_pretrained(directory)
         return loaded[directory]
 
     return load

@@ -106,6 +106,14 @@ def test_roles_that_no_script_has_are_not_grown():
     assert growth.grown([user], [other], rendering) is None
 
 
+def test_a_late_system_message_is_not_grown_unless_the_template_knows_developers():
+    rendering = Rendering(None, {}, True)
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    assert Growth(ChatTemplate({"default": BASE})).grown([user], [system], rendering) is None
+    knows = Growth(ChatTemplate({"default": BASE + "{{ '' if 'developer' else '' }}"}))
+    assert knows.grown([user], [system], rendering) == "<|system|>b"
+
+
 @pytest.mark.parametrize(
     ("roles", "known", "seam"),
     [

@@ -105,7 +105,14 @@ NORMALISED = [
     ({"role": "user", "content": None}, {"content": ""}),
     ({"role": "user"}, {"content": ""}),
     ({"role": "user", "content": ["a", {"type": "text", "text": "b"}]}, {"content": "a\nb"}),
+    ({"role": "user", "content": ["", "a", {"type": "text", "text": ""}, "b"]}, {"content": "a\nb"}),
     ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, {"content": "no"}),
+    ({"role": "system", "content": "x-anthropic-billing-header: cch=1;\na\nb"}, {"content": "a\nb"}),
+    ({"role": "system", "content": ["x-anthropic-billing-header: cch=1;", "a"]}, {"content": "a"}),
+    (
+        {"role": "user", "content": "x-anthropic-billing-header: cch=1;\na"},
+        {"content": "x-anthropic-billing-header: cch=1;\na"},
+    ),
     ({"role": "user", "content": "a", "name": "N", "extra": 1}, {"content": "a", "name": "N"}),
     ({"role": "user", "content": "a", "tool_calls": [1]}, {"content": "a"}),
     ({"role": "assistant", "content": "a", "tool_calls": []}, {"content": "a"}),
@@ -130,7 +137,8 @@ def test_messages_get_the_form_that_engines_give_to_templates(message, fields):
     ("arguments", "expected"),
     [
         ('{"a": 1}', {"a": 1}),
-        ("[1]", [1]),
+        ("[1]", {}),
+        ("3", {}),
         ("", {}),
         ("{", {}),
         pytest.param("[" * 100_000, {}, id="deep"),
@@ -151,6 +159,37 @@ def test_tool_results_stay_strings_where_other_content_is_a_list():
         {"role": "user", "content": "b"},
     ]
     assert [m["content"] for m in normalise(messages, "parts")] == ["a", [{"type": "text", "text": "b"}]]
+
+
+def test_parts_that_are_empty_stay_where_content_is_a_list_and_in_tool_results():
+    content = [{"type": "text", "text": text} for text in ("", "a")]
+    messages = [{"role": "user", "content": content}, {"role": "tool", "content": content}]
+    assert [m["content"] for m in normalise(messages, "parts")] == [content, "\na"]
+
+
+ROLES = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("roles", "shown"),
+    [
+        ("du", "s:0;u:1;"),
+        ("udu", "s:1;u:0;u:2;"),
+        ("sdu", "s:0\n\n1;u:2;"),
+        ("dus", "s:0\n\n2;u:1;"),
+        ("sus", "s:0;u:1;s:2;"),  # no developer: nothing is moved
+    ],
+)
+def test_a_template_without_developers_sees_the_system_speak_once_and_first(roles, shown):
+    names = {"d": "developer", "s": "system", "u": "user"}
+    messages = [{"role": names[role], "content": str(at)} for at, role in enumerate(roles)]
+    assert ChatTemplate({"default": ROLES}).render(messages) == shown
+
+
+def test_a_template_that_names_developers_sees_them():
+    template = ChatTemplate({"default": ROLES + "{% if 'developer' in messages %}{% endif %}"})
+    messages = [*HI, {"role": "developer", "content": "a"}, {"role": "system", "content": "b"}]
+    assert template.render(messages) == "u:hi;d:a;s:b;"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +303,31 @@ def test_whether_equal_messages_render_equally_is_read_off_the_source(source, no
         ),
         ("{% for m in messages %}{% for c in m.tool_calls %}{% endfor %}{% endfor %}", False),
         ("{% for t in tools or [] %}{% for p in t.content %}{% endfor %}{% endfor %}", False),
+        (
+            "{% macro show(it, x=1) %}{% for p in it %}{% endfor %}{% endmacro %}"
+            "{% for m in messages %}{{ show(m.content, x=2) }}{% endfor %}",
+            True,
+        ),
+        (
+            "{% macro show(x, it) %}{% for p in it %}{% endfor %}{% endmacro %}"
+            "{% for m in messages %}{{ show(1, it=m['content']) }}{% endfor %}",
+            True,
+        ),
+        (
+            "{% macro show(x, it) %}{% for p in it %}{% endfor %}{% endmacro %}"
+            "{% for m in messages %}{{ show(m.content, m.tool_calls) }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% macro show(content) %}{% for p in content %}{% endfor %}{% endmacro %}"
+            "{% for t in tools or [] %}{{ show(t) }}{% endfor %}",
+            False,
+        ),
+        (
+            "{% for m in messages %}{% set content = m.content %}{% for p in content %}{% endfor %}"
+            "{% endfor %}",
+            True,
+        ),
     ],
 )
 def test_content_is_a_list_for_templates_that_iterate_over_it(source, parts):

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from sumibi.core.errors import ModelError
+from sumibi.prompts import llama
 from sumibi.prompts.tokenizer import Tokenizer
 
 WORDS = [
@@ -206,3 +207,83 @@ def test_the_default_model_encodes_as_transformers(smollm2, transformers_tokeniz
 
     check()
     assert tokenizer.special_tokens == oracle.special_tokens_map
+
+
+def reconfigured(checkpoint, tmp_path, kind, *, model_type=None, **config):
+    """A copy of a checkpoint with other fields in its configuration."""
+    for file in checkpoint(kind).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return tmp_path
+
+
+SPACED = [" a", "a  b", "<s> a", "<s>a</s> b", "</s>", "▁a", "the cache"]
+
+
+@pytest.mark.parametrize("legacy", [True, False, None])
+@pytest.mark.parametrize("prefix", [True, False, None])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "a-new-one"])
+def test_a_llama_tokenizer_is_what_transformers_makes_of_its_class_and_model_type(
+    checkpoint, tmp_path, transformers_tokenizer, model_type, legacy, prefix
+):
+    fields = {"tokenizer_class": "LlamaTokenizerFast", "legacy": legacy, "add_prefix_space": prefix}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    directory = reconfigured(checkpoint, tmp_path, "prepend", model_type=model_type, **fields)
+    ours, theirs = Tokenizer.load(directory), transformers_tokenizer(directory)
+    for text in SPACED:
+        for special in (False, True):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs(text, add_special_tokens=special)["input_ids"], text
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_the_model_types_whose_file_is_taken_as_it_is_are_those_of_transformers():
+    from transformers.models.auto import tokenization_auto as auto
+
+    takes_files = {"TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "MistralCommonBackend"}
+    wrong = auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    known = {name: (cls or "").removesuffix("Fast") for name, cls in auto.TOKENIZER_MAPPING_NAMES.items()}
+    expected = {name for name, cls in known.items() if cls in takes_files or (cls and name in wrong)}
+    assert {name for name in expected if name == name.lower()} == llama._TAKEN_AS_FILED
+
+
+def test_a_byte_level_tokenizer_that_is_called_llama_keeps_its_rules(checkpoint, tmp_path):
+    directory = reconfigured(checkpoint, tmp_path, "byte-level", tokenizer_class="LlamaTokenizer")
+    text = "the cache  holds"
+    as_filed = Tokenizer.load(checkpoint("byte-level")).encode(text, add_special_tokens=False)
+    assert Tokenizer.load(directory).encode(text, add_special_tokens=False) == as_filed
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "llama"])
+def test_tokens_listed_in_the_configuration_are_added_with_their_rules(
+    checkpoint, tmp_path, transformers_tokenizer, kind
+):
+    new = Tokenizer.load(checkpoint(kind)).vocab_size
+    rules = {"lstrip": False, "normalized": False, "single_word": False}
+    end = "<|im_end|>" if kind == "byte-level" else "</s>"
+    entries = {
+        str(new): {"content": "[INST]", "rstrip": True, "special": False, **rules},
+        # this one is in tokenizer.json, with another rule
+        str(Tokenizer.load(checkpoint(kind)).token_id(end)): {
+            "content": end,
+            "rstrip": True,
+            "special": True,
+            **rules,
+        },
+    }
+    directory = reconfigured(checkpoint, tmp_path, kind, added_tokens_decoder=entries)
+    ours, theirs = Tokenizer.load(directory), transformers_tokenizer(directory)
+    for text in ("a [INST]  b", f"a{end}  b", f"[INST] {end}\n"):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text, add_special_tokens=False) == ids
+    assert ours.token_id("[INST]") == new
+
+
+@pytest.mark.parametrize("wrong", [[1], {"x": {"content": "a"}}, {"1": "a"}, {"1": {}}])
+def test_a_broken_list_of_tokens_is_an_error(checkpoint, tmp_path, wrong):
+    directory = reconfigured(checkpoint, tmp_path, "byte-level", added_tokens_decoder=wrong)
+    with pytest.raises(ModelError, match="added_tokens_decoder is no object of tokens by their ids"):
+        Tokenizer.load(directory)

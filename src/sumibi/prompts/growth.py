@@ -75,14 +75,32 @@ class Growth:
         `seam` are the messages named by `seam_of`. Only for renderings with a proof. None when the
         messages are beyond what the proof covers.
         """
+        return self._grown(seam, new, rendering) if self._covers(seam, new, rendering) else None
+
+    def _covers(self, seam: Sequence[Message], new: Sequence[Message], rendering: Rendering) -> bool:
+        """Whether a proof says anything about these messages."""
         if any(message.get("role") not in _PROVED_ROLES for message in (*seam, *new)):
-            return None
+            return False
+        return not self._moves_to_the_front(seam, new, rendering)
+
+    def _grown(self, seam: Sequence[Message], new: Sequence[Message], rendering: Rendering) -> str | None:
         try:
             before = self._render(seam, rendering._replace(add_generation_prompt=False))
             after = self._render([*seam, *new], rendering)
         except BadRequest:
             return None  # rendered whole it may be fine, or be refused with the right words
         return after[len(before) :] if after.startswith(before) else None
+
+    def _moves_to_the_front(
+        self, seam: Sequence[Message], new: Sequence[Message], rendering: Rendering
+    ) -> bool:
+        """Whether system messages may be put together at the front, because of a developer's that the
+        template does not know; one may be among those messages that are not in the seam.
+        """
+        late = [message.get("role") for message in (*seam[1:], *new)]
+        if "developer" not in late and "system" not in late:
+            return False
+        return not self._template.knows_developers(with_tools=rendering.tools is not None)
 
     def _render(self, messages: Sequence[Message], rendering: Rendering) -> str:
         return self._template.render(
@@ -116,7 +134,9 @@ class Growth:
                 if known not in closed:
                     continue
                 seam = [script[index] for index in seam_of(script[:HEAD_MESSAGES], known)]
-                grown = self.grown(seam, script[known:length], rendering)
+                if not self._covers(seam, script[known:length], rendering):
+                    continue
+                grown = self._grown(seam, script[known:length], rendering)
                 if grown is None or closed[known] + grown != whole:
                     return False
             if not opened.startswith(whole):

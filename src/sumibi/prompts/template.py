@@ -95,8 +95,11 @@ class ChatTemplate:
         if not messages:
             raise BadRequest("messages: at least one message is needed", param="messages")
         compiled = self._select(tools)
+        seen = normalise(messages, compiled.content_format)
+        if not compiled.knows_developers:
+            seen = _developers_as_system(seen)
         return compiled.render(
-            normalise(messages, compiled.content_format),
+            seen,
             tools,
             add_generation_prompt,
             continue_final_message,
@@ -138,6 +141,12 @@ class ChatTemplate:
         formats = self._select([{}] if with_tools else None).date_formats
         return None if formats is None else "\n".join(map(_strftime_now, formats))
 
+    def knows_developers(self, *, with_tools: bool) -> bool:
+        """Whether the template names the role `developer`; if not, such messages become system messages,
+        and all of those one at the beginning.
+        """
+        return self._select([{}] if with_tools else None).knows_developers
+
     def _select(self, tools: Sequence[dict[str, Any]] | None) -> "_Compiled":
         if tools is not None and "tool_use" in self._compiled:
             return self._compiled["tool_use"]
@@ -147,11 +156,13 @@ class ChatTemplate:
 class _Compiled:
     """One compiled template with what its source tells about it."""
 
-    def __init__(self, source: str, template: jinja2.Template, tree: jinja2.nodes.Template) -> None:
-        self._template = template
+    def __init__(self, source: str) -> None:
         self._source = source
+        tree = _environment.parse(source)
+        self._template = _environment.from_string(source)
         self.content_format: ContentFormat = "parts" if _iterates_content(tree) else "string"
         self.date_formats = _date_formats(tree)
+        self.knows_developers = "'developer'" in source or '"developer"' in source
 
     @cached_property
     def refuses_late_systems(self) -> bool:
@@ -193,8 +204,9 @@ def normalise(messages: Sequence[Message], content_format: ContentFormat) -> lis
     """Messages as vLLM hands them to a template; the input is not changed.
 
     Kept are the fields that vLLM keeps: role, content, name, and by role tool_calls, reasoning,
-    tool_call_id, tools. `content` becomes a string (parts joined by newlines), or a list of text parts
-    for templates that iterate over it; null becomes empty. Raises BadRequest with the field's path.
+    tool_call_id, tools. `content` becomes a string (parts that are not empty joined by newlines), or a list
+    of text parts for templates that iterate over it; null becomes empty. Raises BadRequest with the field's
+    path.
     """
     return [_normalise_one(message, index, content_format) for index, message in enumerate(messages)]
 
@@ -204,8 +216,15 @@ def _normalise_one(message: Message, index: int, content_format: ContentFormat) 
     if not isinstance(role, str):
         raise BadRequest(f"messages[{index}].role: a string is needed", param=f"messages[{index}].role")
     texts = _content_texts(message.get("content"), f"messages[{index}].content")
-    as_string = content_format == "string" or role == "tool"
-    content = "\n".join(texts) if as_string else [{"type": "text", "text": text} for text in texts]
+    if role == "system":
+        texts = _without_billing(texts)
+    content: object
+    if content_format == "string":
+        content = "\n".join(filter(None, texts))
+    elif role == "tool":
+        content = "\n".join(texts)
+    else:
+        content = [{"type": "text", "text": text} for text in texts]
     out: Message = {"role": role, "content": content}
     if role == "assistant":
         if message.get("tool_calls"):
@@ -222,6 +241,43 @@ def _normalise_one(message: Message, index: int, content_format: ContentFormat) 
     if isinstance(message.get("name"), str):
         out["name"] = message["name"]
     return out
+
+
+_BILLING = "x-anthropic-billing-header"
+
+
+def _without_billing(texts: list[str]) -> list[str]:
+    """System texts without the line that some coding agents put in front and change with every request."""
+    if not any(text.startswith(_BILLING) for text in texts):
+        return texts
+    kept = [text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts]
+    return [text for text, was in zip(kept, texts, strict=True) if text or not was]
+
+
+def _developers_as_system(messages: list[Message]) -> list[Message]:
+    """For a template without developers, what vLLM does: they speak as the system does, and if the system
+    then speaks elsewhere than once at the beginning, all it says is put there.
+    """
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    renamed = [
+        {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in messages
+    ]
+    system = [message for message in renamed if message["role"] == "system"]
+    if len(system) == 1 and renamed[0] is system[0]:
+        return renamed
+    said = "\n\n".join(text for message in system if (text := _as_string(message["content"])))
+    return [{"role": "system", "content": said}, *(one for one in renamed if one["role"] != "system")]
+
+
+def _as_string(content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    assert isinstance(content, str)
+    return content
 
 
 def _content_texts(content: object, path: str) -> list[str]:
@@ -265,14 +321,14 @@ def _tool_calls(calls: object, path: str) -> list[Message]:
     return out
 
 
-def _arguments(arguments: object) -> object:
-    """What engines do with arguments that are no JSON: an empty object, not an error."""
+def _arguments(arguments: object) -> dict[str, Any]:
+    """What engines do with arguments that are no JSON object: an empty one, not an error."""
     if isinstance(arguments, str):
         try:
-            return json.loads(arguments)
+            arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return {}
-    return arguments if isinstance(arguments, dict | list) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 _MARK = "<sumibi:end-of-final-message> "
@@ -323,7 +379,7 @@ def _read_templates(directory: Path) -> dict[str, str]:
 
 def _compile(name: str, source: str) -> _Compiled:
     try:
-        return _Compiled(source, _environment.from_string(source), _environment.parse(source))
+        return _Compiled(source)
     except jinja2.TemplateError as cause:
         raise ModelError(f"chat template {name}: {cause}") from cause
 
@@ -411,8 +467,9 @@ def _date_formats(tree: jinja2.nodes.Template) -> list[str] | None:
 def _iterates_content(tree: jinja2.nodes.Template) -> bool:
     """True if the template loops over a message's content, so it expects a list of parts.
 
-    The rule by which vLLM and SGLang choose the form: a `for` over `x['content']`, where x is the target
-    of a `for` over `messages` or over a variable made from it.
+    The rule by which vLLM chooses the form: a `for` over `x['content']`, where x is the target of a `for`
+    over `messages` or over a variable made from it; in a macro, a `for` over a parameter that is given
+    such a content somewhere; outside of macros, a `for` over a variable named `content`.
     """
     lists = _aliases(tree, {"messages"})
     items = {
@@ -420,7 +477,43 @@ def _iterates_content(tree: jinja2.nodes.Template) -> bool:
         for loop in tree.find_all(jinja2.nodes.For)
         if isinstance(loop.target, jinja2.nodes.Name) and _names_of(loop.iter, None) & lists
     }
-    return any(_names_of(loop.iter, "content") & items for loop in tree.find_all(jinja2.nodes.For))
+    in_macros: set[int] = set()
+    for macro in tree.find_all(jinja2.nodes.Macro):
+        loops = list(macro.find_all(jinja2.nodes.For))
+        in_macros.update(map(id, loops))
+        given = _parameters_given_content(tree, macro, items)
+        if any(isinstance(loop.iter, jinja2.nodes.Name) and loop.iter.name in given for loop in loops):
+            return True
+    return any(
+        _names_of(loop.iter, "content") & items
+        or (
+            isinstance(loop.iter, jinja2.nodes.Name)
+            and loop.iter.name == "content"
+            and id(loop) not in in_macros
+        )
+        for loop in tree.find_all(jinja2.nodes.For)
+    )
+
+
+def _parameters_given_content(
+    tree: jinja2.nodes.Template, macro: jinja2.nodes.Macro, items: set[str]
+) -> set[str]:
+    """Parameters of `macro` that are given the content of one of `items` in any of its calls."""
+    names = [parameter.name for parameter in macro.args]
+    calls = [call for call in tree.find_all(jinja2.nodes.Call) if _names_of(call.node, None) == {macro.name}]
+    by_position = {
+        name
+        for call in calls
+        for name, value in zip(names, call.args, strict=False)
+        if _names_of(value, "content") & items
+    }
+    by_name = {
+        given.key
+        for call in calls
+        for given in call.kwargs
+        if given.key in names and _names_of(given.value, "content") & items
+    }
+    return by_position | by_name
 
 
 def _aliases(tree: jinja2.nodes.Template, names: set[str]) -> set[str]:

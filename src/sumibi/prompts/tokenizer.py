@@ -1,8 +1,9 @@
 """A model's tokenizer, from the files of its checkpoint directory, as transformers would load it.
 
 `tokenizer.json` decides how text becomes ids, its post-processor included (that is where a BOS comes
-from). `tokenizer_config.json` only names special tokens. Nothing else of the directory is read, so a
-tokenizer alone is a few hundred milliseconds and needs neither torch nor transformers.
+from). `tokenizer_config.json` names special tokens and may add to them; with it and the model type in
+`config.json` a Llama tokenizer may have to be built anew (`sumibi.prompts.llama`). A tokenizer alone is a
+few hundred milliseconds and needs neither torch nor transformers.
 
 Two things here go beyond encode and decode. `Detokenizer` turns a stream of ids into text that never
 holds half a character. `boundaries` finds the places where a text may be cut so that encoding the parts
@@ -20,6 +21,7 @@ from typing import Any
 import tokenizers
 
 from sumibi.core.errors import BadRequest, ModelError
+from sumibi.prompts import llama
 
 # Read by the tokenizers library at each call. Its thread pool would fight the engines for cores, and a
 # process that has used it cannot fork quietly. A user's own setting stands.
@@ -52,7 +54,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read `tokenizer.json` and, if present, `tokenizer_config.json`. Raises ModelError."""
+        """Read `tokenizer.json` and, if they are there, both configurations. Raises ModelError."""
         path = directory / "tokenizer.json"
         try:
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
@@ -61,6 +63,8 @@ class Tokenizer:
         except ValueError as cause:
             raise ModelError(f"{path}: not a tokenizer file: {cause}") from cause
         config = read_tokenizer_config(directory)
+        llama.build_anew(backend, config, read_object(directory / "config.json").get("model_type"))
+        _add_configured(backend, config.get("added_tokens_decoder"), directory)
         named = {
             key: text
             for key, value in config.items()
@@ -247,9 +251,35 @@ _BYTE_ALPHABET = _byte_alphabet()
 _FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
+def _add_configured(backend: tokenizers.Tokenizer, entries: object, directory: Path) -> None:
+    """Add the tokens that `tokenizer_config.json` lists by id; its rules win over the file's."""
+    if not entries:
+        return
+    try:
+        assert isinstance(entries, dict)
+        tokens = [
+            tokenizers.AddedToken(
+                token["content"],
+                **{rule: bool(token.get(rule, False)) for rule in ("lstrip", "rstrip", "single_word")},
+                normalized=bool(token.get("normalized", not token.get("special", False))),
+                special=bool(token.get("special", False)),
+            )
+            for _, token in sorted(entries.items(), key=lambda entry: int(entry[0]))
+        ]
+    except (AssertionError, TypeError, KeyError, ValueError, AttributeError) as cause:
+        raise ModelError(
+            f"{directory}/tokenizer_config.json: added_tokens_decoder is no object of tokens by their ids"
+        ) from cause
+    backend.add_tokens(tokens)
+
+
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """`tokenizer_config.json` as a dict, empty if there is none. Raises ModelError if it is broken."""
-    path = directory / "tokenizer_config.json"
+    return read_object(directory / "tokenizer_config.json")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object, empty if there is none. Raises ModelError if it is broken."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
