@@ -386,7 +386,7 @@ class _Server:
 
     client_drained = client_full
 
-    def error_body(self, status: int, message: str) -> bytes:
+    def error_body(self, status: int, message: str, path: str) -> bytes:
         return b"{}"
 
     def now(self) -> float:
@@ -398,7 +398,7 @@ def forwards(request: Request) -> None:
     target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
     if not target:
         return
-    lines = forwarded(request, "req-1", keep_authorization=True)
+    lines = forwarded(request, "req-1", keep_credentials=True)
     head = b"POST %b HTTP/1.1\r\nhost: e\r\n%bcontent-length: %d\r\n\r\n" % (
         target,
         lines,

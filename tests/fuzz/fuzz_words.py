@@ -3,6 +3,7 @@ and replies, blocks on a disk. What is not as it should be is refused by the err
 nothing else is raised, nothing hangs, and nothing is read differently because it came in other pieces.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from sumibi.engines.signals import parse_signals
 from sumibi.gateway.answers import EventStream, JsonAnswer
 from sumibi.gateway.readings import reading_of
 from sumibi.gateway.rewriting import Cached, with_cached
-from sumibi.prompts.dialects import Dialect, parse_request
+from sumibi.prompts.dialects import DIALECTS, Dialect, parse_request
 from sumibi.prompts.keys import PromptReader
 from sumibi.prompts.template import UnsupportedContent
 from sumibi.routing.config import RouterConfig
@@ -151,17 +152,18 @@ def dialects(data: bytes) -> None:
         except (BadRequest, UnsupportedContent):
             pass  # said at the latest where they are rendered
     values = Values(host="h", port=1, room=2, transfer_id="t", returned=msgspec.Raw(b"{}"))
+    api = DIALECTS.get(path, Dialect.CHAT).value
     for connector in CONNECTORS.values():
-        for make in (prefill_body, decode_body):
+        for make in (partial(prefill_body, connector, api), partial(decode_body, connector)):
             try:
-                made = make(connector, body, values)
+                made = make(body, values)
             except BadRequest:
                 continue
             assert isinstance(msgspec.json.decode(made, type=dict[str, msgspec.Raw]), dict)
-    try:
-        unpairable(body)
-    except BadRequest:
-        pass
+        try:
+            unpairable(connector, api, body)
+        except BadRequest:
+            pass
 
 
 # --- answers on their way through

@@ -19,6 +19,7 @@ import zmq.asyncio
 from sumibi.core.kvevents import KVEvent, encode_batch
 from sumibi.gateway.main import Gateway
 from sumibi.gateway.options import GatewayOptions, Timeouts, engine_options
+from sumibi.prompts.dialects import DIALECTS
 
 MODEL = "test-model"
 CHAT = "/v1/chat/completions"
@@ -310,7 +311,7 @@ class FakeEngine:
             case "/tokenize" if self.tokens is not None:
                 self.tokenize_calls += 1
                 await respond_json(writer, 200, {"tokens": self.tokens, "count": len(self.tokens)})
-            case "/v1/chat/completions" | "/v1/completions" | "/v1/responses":
+            case path if path in DIALECTS:
                 self.requests.append(request)
                 gone = asyncio.ensure_future(_watch_for_end(reader))
                 work = asyncio.ensure_future(self.behave(request, writer))

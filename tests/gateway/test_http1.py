@@ -445,7 +445,7 @@ class _Still:
         self.bodies.append(request.body)
         connection.respond(200, b"")
 
-    def error_body(self, status, message):
+    def error_body(self, status, message, path):
         return b""
 
     def now(self):

@@ -128,10 +128,13 @@ def test_api_keys_are_looked_up_by_their_digest(tmp_path):
     path = tmp_path / "keys.yaml"
     path.write_text(f"{hashlib.sha256(b'sk-1').hexdigest().upper()}: team-a\n")
     tenants = Tenants.load(path)
-    assert tenants.of(b"Bearer sk-1") == "team-a"
-    for other in (None, b"", b"Bearer sk-2", b"Basic sk-1", b"sk-1"):
-        assert tenants.of(other) == ANONYMOUS
+    authorization, key = b"authorization", b"x-api-key"
+    assert tenants.of({authorization: b"Bearer sk-1"}) == "team-a"
+    for other in (b"", b"Bearer sk-2", b"Basic sk-1", b"sk-1"):
+        assert tenants.of({authorization: other, key: b"sk-1"}) == ANONYMOUS
+    assert tenants.of({}) == tenants.of({key: b"sk-2"}) == ANONYMOUS
     assert set(tenants._remembered) == {b"Bearer sk-1"}  # keys that clients make up take no memory
+    assert tenants.of({key: b"sk-1"}) == "team-a"
 
 
 @pytest.mark.parametrize(
@@ -146,4 +149,4 @@ def test_a_malformed_file_of_api_keys_is_named(tmp_path, content):
 
 def test_without_a_file_everybody_is_anonymous():
     tenants = Tenants.load(None)
-    assert (tenants.of(b"Bearer sk-1"), tenants.configured) == (ANONYMOUS, False)
+    assert (tenants.of({b"authorization": b"Bearer sk-1"}), tenants.configured) == (ANONYMOUS, False)

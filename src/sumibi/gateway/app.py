@@ -1,31 +1,32 @@
 """The data plane's routes: from a whole HTTP request to a completion, a small answer or an error.
 
 Everything about a request that can be wrong before an engine is asked is answered here, in the shape that
-OpenAI's clients expect. The body itself is never changed: an engine gets the client's bytes.
+clients of its dialect expect. The body itself is never changed: an engine gets the client's bytes.
 """
 
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 
 import msgspec
 
-from sumibi.core.errors import BadRequest, UnknownModel
+from sumibi.core.errors import BadRequest, EngineUnavailable, UnknownModel
 from sumibi.core.ids import new_id
 from sumibi.gateway.completion import Completion
-from sumibi.gateway.errors import INTERNAL_ERROR, error_body, error_body_of
+from sumibi.gateway.counting import Counting
+from sumibi.gateway.errors import OPENAI, ErrorShape, error_body, shape_in
 from sumibi.gateway.headers import EXPLAIN_HEADER
 from sumibi.gateway.http1 import Connection, Exchange, Request
 from sumibi.gateway.prompting import ModelReader, ModelReaders
 from sumibi.gateway.shell import Shell
 from sumibi.gateway.tenants import Tenants
 from sumibi.gateway.terms import terms_of
-from sumibi.prompts.dialects import PromptRequest, parse_request
+from sumibi.prompts.dialects import DIALECTS, Dialect, PromptRequest, parse_request
 from sumibi.prompts.keys import Prompt
 
-COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 _MAX_REQUEST_ID = 128
+_SHOWN_MODELS = 10
 _MAX_MODEL_NAME = 256
 """Longer names are not those of engines; they are in no answer and no log."""
 _ID_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.:")
@@ -80,10 +81,11 @@ class App:
     def respond(self, request: Request, connection: Connection) -> Exchange | None:
         """Answer at once, or return the completion that will."""
         path = request.path
-        if path in COMPLETION_PATHS:
+        dialect = DIALECTS.get(path)
+        if dialect is not None:
             if request.method == "POST":
-                return self._complete(path, request, connection)
-            _not_allowed(connection, ("POST",))
+                return self._complete(path, dialect, request, connection)
+            _not_allowed(connection, ("POST",), shape_in(dialect))
             return None
         answer = self._small(path)
         if answer is None:
@@ -97,25 +99,25 @@ class App:
 
     # -- completions
 
-    def _complete(self, path: str, request: Request, connection: Connection) -> Exchange | None:
+    def _complete(
+        self, path: str, dialect: Dialect, request: Request, connection: Connection
+    ) -> Exchange | None:
         shell = self._shell
         started = shell.now()
         try:
-            tenant = self._tenants.of(request.named.get(b"authorization"))
+            tenant = self._tenants.of(request.named)
             terms = terms_of(request.named, tenant, self._objectives)
             asked = parse_request(path, request.body)
-            if asked.transfer:  # with it a client could have engines connect to wherever it likes
-                raise BadRequest(
-                    f"{asked.transfer}: the gateway decides where KV comes from; leave it out",
-                    param=asked.transfer,
-                )
+            _refuse_what_is_ours(asked)
             reader = self._reader(asked)
             prompt = reader.read(asked, request.body_bytes)
-        except BadRequest as error:
+        except (BadRequest, EngineUnavailable) as error:
             refused = shell.metrics.refused_requests
             refused[str(error.status)] = refused.get(str(error.status), 0) + 1
-            connection.respond(error.status, error_body_of(error))
+            connection.respond(error.status, shape_in(dialect).body_of(error))
             return None
+        if dialect is Dialect.COUNT_TOKENS:
+            return self._count(asked, reader, prompt, request, connection)
         completion = Completion(
             shell,
             connection,
@@ -125,20 +127,54 @@ class App:
             tenant=tenant,
             terms=terms,
             counters=shell.metrics.model(asked.model),
-            keep_authorization=not self._tenants.configured,
+            keep_credentials=not self._tenants.configured,
             explain=self._may_explain(request),
         )
         shell.add(completion)
         metrics = shell.metrics
         if prompt is None:
-            later = self._arrive_later(completion, reader, request.body_bytes)
-            task = asyncio.get_running_loop().create_task(later)
-            self._reading.add(task)
-            task.add_done_callback(self._reading.discard)
+            self._read(self._arrive_later(completion, reader, request.body_bytes))
             return completion
         metrics.keys_s.observe(shell.now() - started)
         self._place(completion, prompt)
         return completion
+
+    def _count(
+        self,
+        asked: PromptRequest,
+        reader: ModelReader,
+        prompt: Prompt | None,
+        request: Request,
+        connection: Connection,
+    ) -> Exchange | None:
+        """A question for the length of a prompt."""
+        counting = Counting(
+            self._shell,
+            connection,
+            request,
+            asked,
+            request_id=self._request_id(request),
+            keep_credentials=not self._tenants.configured,
+        )
+        if prompt is not None:
+            counting.answer(prompt)
+        else:
+            self._read(self._count_later(counting, reader, request.body_bytes))
+        return counting
+
+    async def _count_later(self, counting: Counting, reader: ModelReader, body_bytes: int) -> None:
+        """Find keys that take their time; whatever goes wrong, the client gets an answer."""
+        try:
+            counting.answer(await reader.read_later(counting.asked, body_bytes))
+        except BadRequest as error:
+            counting.refuse(error)
+        except Exception:
+            counting.fail()
+
+    def _read(self, later: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(later)
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
 
     async def _arrive_later(self, completion: Completion, reader: ModelReader, body_bytes: int) -> None:
         """Find keys that take their time; whatever goes wrong, the client gets an answer."""
@@ -146,10 +182,10 @@ class App:
             prompt = await reader.read_later(completion.asked, body_bytes)
             self._shell.metrics.keys_s.observe(self._shell.now() - completion.arrived_t)
         except BadRequest as error:
-            completion.fail(error.status, error_body_of(error))
+            completion.fail(error.status, shape_in(completion.asked.dialect).body_of(error))
         except Exception:
             log.exception("reading the prompt of %s failed", completion.id)
-            completion.fail(500, INTERNAL_ERROR)
+            completion.fail(500, shape_in(completion.asked.dialect).internal)
         else:
             self._place(completion, prompt)
 
@@ -161,11 +197,16 @@ class App:
             completion.arrive(prompt)
         except Exception:
             log.exception("placing %s failed", completion.id)
-            completion.fail(500, INTERNAL_ERROR)
+            completion.fail(500, shape_in(completion.asked.dialect).internal)
         shell.metrics.placement_s.observe(shell.now() - started)
 
     def _reader(self, asked: PromptRequest) -> ModelReader:
-        """Raises UnknownModel."""
+        """The reader of the model asked for; a request that names none gets the name of the only one.
+
+        Raises UnknownModel, BadRequest if several could be meant, EngineUnavailable if none is known yet.
+        """
+        if not asked.model:
+            asked.model = self._only_model()
         reader = self._readers.readers.get(asked.model)
         if reader is not None:
             return reader
@@ -173,6 +214,15 @@ class App:
             shown = asked.model[:_MAX_MODEL_NAME]
             raise UnknownModel(f"the model {shown!r} is not served here", param="model")
         return self._readers.unknown
+
+    def _only_model(self) -> str:
+        names = sorted({reader.name for reader in self._readers.readers.values()})
+        if not names:
+            raise EngineUnavailable("model: none is named, and no engine has been seen yet")
+        if len(names) > 1:
+            some = ", ".join(names[:_SHOWN_MODELS])
+            raise BadRequest(f"model: name one, several are served here ({some})", param="model")
+        return names[0]
 
     def _request_id(self, request: Request) -> str:
         """The client's own, if it is usable and not in flight already; else a new one."""
@@ -218,7 +268,20 @@ def _models(cards: Iterable[ModelCard]) -> bytes:
     return msgspec.json.encode({"object": "list", "data": list(cards)})
 
 
-def _not_allowed(connection: Connection, methods: tuple[str, ...]) -> None:
+def _refuse_what_is_ours(asked: PromptRequest) -> None:
+    """Raises BadRequest for what a client may not decide, or what needs a memory that nobody has here."""
+    if asked.transfer:  # with it a client could have engines connect to wherever it likes
+        raise BadRequest(
+            f"{asked.transfer}: the gateway decides where KV comes from; leave it out", param=asked.transfer
+        )
+    if asked.stateful:
+        raise BadRequest(
+            f"{asked.stateful}: requests are stateless here; leave it out, and send the whole conversation",
+            param=asked.stateful,
+        )
+
+
+def _not_allowed(connection: Connection, methods: tuple[str, ...], shape: ErrorShape = OPENAI) -> None:
     allowed = ", ".join(methods)
-    body = error_body(405, f"only {allowed} is allowed here", code="method_not_allowed")
+    body = shape.body(405, f"only {allowed} is allowed here", "method_not_allowed", None)
     connection.respond(405, body, headers=[(b"allow", allowed.encode())])

@@ -59,7 +59,7 @@ class Shell(Protocol):
     def send(self, endpoint: str, path: bytes, head: bytes, body: bytes, sink: Sink) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more."""
 
-    def pair(self, owner: pairs.Owner, prefill: str, decode: str, body: bytes) -> Pair | None:
+    def pair(self, owner: pairs.Owner, prefill: str, decode: str, api: str, body: bytes) -> Pair | None:
         """A pair of two endpoints; None if they have no connector in common."""
 
     def leg_over(self, connector: str, outcome: str) -> None:
@@ -92,7 +92,7 @@ class Completion:
         tenant: str,
         terms: Terms,
         counters: ModelCounters,
-        keep_authorization: bool,
+        keep_credentials: bool,
         explain: bool,
     ) -> None:
         self.id = request_id
@@ -119,7 +119,7 @@ class Completion:
         self._target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
         self._terms = terms
         self._body = request.body
-        self._forward = forwarded(request, request_id, keep_authorization=keep_authorization)
+        self._forward = forwarded(request, request_id, keep_credentials=keep_credentials)
         self._explain = explain
         self._call: Call | None = None
         self._pair: Pair | None = None
@@ -216,15 +216,15 @@ class Completion:
         """Send the prefill half, and the decode half too if they leave together."""
         shell = self._shell
         kept, self._kept = self._kept, None
-        pair = shell.pair(self, prefill, decode, self._body)
+        asked = self.asked
+        pair = shell.pair(self, prefill, decode, asked.dialect.value, self._body)
         if pair is None:
             shell.leg_over("none", pairs.NO_CONNECTOR)
             detail = "the two endpoints have no connector in common"
             self._leg_failed(Failure(FinishReason.ENGINE_ERROR, pairs.NO_CONNECTOR, detail))
             return
         self._pair = pair
-        asked = self.asked
-        if pairs.unfit(self._body, answers=asked.n, prompts=asked.prompts):
+        if pair.unfit(answers=asked.n, prompts=asked.prompts):
             shell.leg_over(pair.connector.name, pairs.UNFIT)
             detail = "the request is several, or wants what a fetched prompt cannot give"
             self._leg_failed(Failure(FinishReason.ENGINE_ERROR, pairs.UNFIT, detail))

@@ -10,6 +10,9 @@ in its cache is not told as found there (the embedded engine heeds it).
 PREFILLER_HEADER = b"x-prefiller-host-port"
 """Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
 
+CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
+"""Either may hold the client's key: the first is OpenAI's way, the second Anthropic's."""
+
 _NOT_FORWARDED = HOP_BY_HOP | {
     b"host",
     b"content-length",
@@ -23,14 +26,14 @@ _NOT_FORWARDED = HOP_BY_HOP | {
 }
 
 
-def forwarded(request: Request, request_id: str, *, keep_authorization: bool) -> bytes:
+def forwarded(request: Request, request_id: str, *, keep_credentials: bool) -> bytes:
     """The header lines that an engine gets, but for `Host` and the length of the body."""
     named = request.named.get(b"connection", b"").lower()
     dropped = _NOT_FORWARDED
     if named not in (b"", b"keep-alive", b"close"):
         dropped = dropped | {token.strip() for token in named.split(b",")}
-    if not keep_authorization:
-        dropped = dropped | {b"authorization"}
+    if not keep_credentials:
+        dropped = dropped | CREDENTIALS
     lines = [b"%b: %b\r\n" % (name, value) for lower, name, value in request.headers if lower not in dropped]
     lines.append(b"x-request-id: %b\r\n" % request_id.encode())
     return b"".join(lines)

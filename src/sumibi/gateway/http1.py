@@ -51,7 +51,9 @@ HOP_BY_HOP = frozenset(
 )
 """Header names that end at one connection and are never forwarded (RFC 9110, 7.6.1)."""
 
-_ONCE = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization"))
+_ONCE = frozenset(
+    (b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"x-api-key")
+)
 """Headers that must not be repeated: two readers might pick different ones."""
 
 Header = tuple[bytes, bytes, bytes]
@@ -157,8 +159,8 @@ class Handler(Protocol):
     def handle(self, request: Request, connection: "Connection") -> Exchange | None:
         """Answer now (and return None), or return the exchange that will."""
 
-    def error_body(self, status: int, message: str) -> bytes:
-        """JSON of an error that this layer answers by itself."""
+    def error_body(self, status: int, message: str, path: str) -> bytes:
+        """JSON of an error that this layer answers by itself; `path`: of the request, empty if not known."""
 
     def now(self) -> float:
         """Seconds, monotonic."""
@@ -196,6 +198,7 @@ class Connection(asyncio.Protocol):
         self._handling = False
         self._full = False  # the transport's write buffer is over its high-water mark
         self._broken: tuple[int, str] | None = None  # answer this when all before it is answered, then close
+        self._broken_path = ""  # of a broken request that was read to its end
         self._closing = False
         self._reads_paused = False
 
@@ -401,6 +404,7 @@ class Connection(asyncio.Protocol):
             self._queue.append(request)
         else:
             self._server.buffered_bytes -= request.body_bytes
+            self._broken_path = request.path
 
     # -- inside
 
@@ -492,9 +496,11 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answer an error and close, leaving the client time to read it although it may still be sending."""
         request, self._reading = self._reading, None
+        path = self._broken_path
         if request is not None:
             self._server.buffered_bytes -= request.body_bytes
-        body = self._server.error_body(status, message)
+            path = request.path if self._head_done else ""
+        body = self._server.error_body(status, message, path)
         fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         self.transport.write(response_head(status, fields, close=True) + body)
         self._closing = True

@@ -139,6 +139,8 @@ class Metrics:
         """How long requests waited for their first endpoint, by what ended it."""
         self.legs: dict[tuple[str, str], int] = {}
         """Prefill halves of pairs, by connector and outcome (a closed list)."""
+        self.token_counts: dict[str, int] = {}
+        """Questions for the length of a prompt, by who answered (`gateway`, `engine`, or `refused`)."""
         self.keys_s = Histogram(_FINE_SECONDS)
         self.placement_s = Histogram(_FINE_SECONDS)
 

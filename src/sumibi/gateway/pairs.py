@@ -81,13 +81,16 @@ class Owner(Protocol):
 class Pair:
     """One attempt on two endpoints. An `upstream.Sink` towards the prefill engine."""
 
-    def __init__(self, owner: Owner, connector: Connector, prefill: str, body: bytes, values: Values) -> None:
+    def __init__(
+        self, owner: Owner, connector: Connector, prefill: str, api: str, body: bytes, values: Values
+    ) -> None:
         self.connector = connector
         self.prefill = prefill
         """Endpoint."""
         self.answer: PrefillAnswer | None = None
         """Of the prefill half, once it is there."""
         self._owner = owner
+        self._api = api
         self._body = body
         self._values = values
         self._call: Call | None = None
@@ -102,9 +105,21 @@ class Pair:
         """Both halves leave at once."""
         return self.connector.order is Order.CONCURRENT
 
+    def unfit(self, *, answers: int, prompts: int) -> str:
+        """Why the request cannot be run as a pair, empty if it can: KV is handed over once, for one sequence,
+        and in the APIs that the connector is spoken in.
+
+        Raises BadRequest if the body is no JSON object.
+        """
+        if answers > 1:
+            return "n"
+        if prompts > 1:
+            return "prompt"
+        return unpairable(self.connector, self._api, self._body)
+
     def begin(self) -> None:
         """Send the prefill half; what comes of it is told to the owner."""
-        body = prefill_body(self.connector, self._body, self._values)
+        body = prefill_body(self.connector, self._api, self._body, self._values)
         self._call = self._owner.send_prefill(self.prefill, body, self)
 
     def decode_body(self) -> bytes:
@@ -166,15 +181,3 @@ class Pair:
 
     def _fail(self, failure: Failure) -> None:
         self._owner.prefill_failed(self, failure)
-
-
-def unfit(body: bytes, *, answers: int, prompts: int) -> str:
-    """Why a request cannot be run as a pair, empty if it can: KV is handed over once, for one sequence.
-
-    Raises BadRequest if the body is no JSON object.
-    """
-    if answers > 1:
-        return "n"
-    if prompts > 1:
-        return "prompt"
-    return unpairable(body)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.gateway.deadlines import Deadlines
-from sumibi.gateway.errors import INTERNAL_ERROR, error_body
+from sumibi.gateway.errors import shape_of
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
 
 _BACKLOG = 2048
@@ -103,12 +103,12 @@ class HttpServer:
         except Exception:
             self.faults += 1
             log.exception("%s %s failed", request.method, request.path)
-            connection.respond(500, INTERNAL_ERROR)
+            connection.respond(500, shape_of(request.path).internal)
             return None
 
-    def error_body(self, status: int, message: str) -> bytes:
-        """JSON of an error found below the level of dialects."""
-        return error_body(status, message)
+    def error_body(self, status: int, message: str, path: str) -> bytes:
+        """JSON of an error found below the level of dialects, in the words of who asks at `path`."""
+        return shape_of(path).body(status, message, None, None)
 
     def now(self) -> float:
         """Seconds on the loop's clock."""

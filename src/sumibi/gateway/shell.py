@@ -162,7 +162,7 @@ class Shell:
         whole = b"".join((b"POST ", path, target.line_end, head, b"\r\n"))
         return target.upstream.call(whole, body, sink)
 
-    def pair(self, owner: Owner, prefill: str, decode: str, body: bytes) -> Pair | None:
+    def pair(self, owner: Owner, prefill: str, decode: str, api: str, body: bytes) -> Pair | None:
         """A pair of two endpoints; None if they have no connector in common."""
         first, second = self.targets.get(prefill), self.targets.get(decode)
         link = first.transfer if first is not None else None
@@ -170,7 +170,16 @@ class Shell:
             return None
         if link.connector is not second.transfer.connector:
             return None
-        return Pair(owner, link.connector, prefill, body, link.values())
+        return Pair(owner, link.connector, prefill, api, body, link.values())
+
+    def idlest(self, model: str) -> str | None:
+        """The endpoint of a model with the least to do, None if none is up. For what the router need not
+        know of: it looks at every endpoint.
+        """
+        fleet = self._router.fleet_view()
+        serving = [one for one in fleet if one.up and one.reachable and model in one.models]
+        idlest = min(serving, key=lambda one: (one.inflight, one.waiting or 0), default=None)
+        return idlest.endpoint if idlest is not None else None
 
     def leg_over(self, connector: str, outcome: str) -> None:
         """Count a prefill half."""

@@ -18,12 +18,11 @@ import uvloop
 
 from sumibi.core.errors import BadRequest, ConfigError
 from sumibi.core.ids import new_id
-from sumibi.engines.connectors import CONNECTORS, Values
+from sumibi.engines.connectors import CONNECTORS, PAIRED, Values
 from sumibi.engines.discovery import address_of
-from sumibi.gateway.app import COMPLETION_PATHS
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.deadlines import Deadlines
-from sumibi.gateway.errors import error_body, error_body_of
+from sumibi.gateway.errors import error_body, shape_of
 from sumibi.gateway.headers import PREFILLER_HEADER
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
 from sumibi.gateway.metrics import Metrics
@@ -37,13 +36,12 @@ from sumibi.gateway.sides import Sides
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.transfers import Transfer, transfer_of
 from sumibi.gateway.upstream import Call, Sink, Upstream
-from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_body, parse_request
+from sumibi.prompts.dialects import DIALECTS, parse_request
 from sumibi.prompts.keys import Prompt, PromptGrade
 from sumibi.routing.events import Admitted, Dispatch, Event, Finished, FinishReason, Prefilled
 
 _ABORT_S = 2.0
 _DECODE = "decode"
-_RESPONSES = "/v1/responses"
 _DOUBTS = (
     FinishReason.REFUSED,
     FinishReason.ENGINE_GONE,
@@ -51,7 +49,7 @@ _DOUBTS = (
     FinishReason.TIMEOUT,
 )
 """Ends of a half after which the prefill engine is asked again where its side channel is."""
-_PAIRED_PATHS = (*COMPLETION_PATHS, _RESPONSES)
+_PAIRED_PATHS = frozenset(path for path, dialect in DIALECTS.items() if dialect in PAIRED)
 _NO_TERMS = Terms(session="", program="", priority=0, ttl_s=None)
 
 log = logging.getLogger(__name__)
@@ -147,7 +145,7 @@ class SidecarShell:
             target = self._targets[endpoint] = Target(upstream, endpoint.encode(), None)
         return target.upstream.call(b"".join((b"POST ", path, target.line_end, head, b"\r\n")), body, sink)
 
-    def pair(self, owner: Owner, prefill: str, decode: str, body: bytes) -> Pair | None:
+    def pair(self, owner: Owner, prefill: str, decode: str, api: str, body: bytes) -> Pair | None:
         """A pair of the named prefill engine with the one beside."""
         assert self._transfer is not None
         connector, host = self._transfer.connector, prefill.rpartition(":")[0].strip("[]")
@@ -155,7 +153,7 @@ class SidecarShell:
         if told is not None and self._options.kv_port is None:
             host, port = told.remote_host or host, told.remote_port
         values: Values = Transfer(connector, host, port).values()
-        return Pair(owner, connector, prefill, body, values)
+        return Pair(owner, connector, prefill, api, body, values)
 
     def leg_over(self, connector: str, outcome: str) -> None:
         """Count a prefill half."""
@@ -226,7 +224,9 @@ class Sidecar:
             if request.method == "HEAD":
                 connection.respond(405, error_body(405, "HEAD is not passed through"))
                 return None
-            return Passing(self.shell.upstream, self.options.decode.url, connection, request)
+            passing = Passing(connection, request, shape_of(request.path))
+            passing.begin(self.shell.upstream, self.options.decode.url, request)
+            return passing
         prefillers = [word.strip() for word in named.decode("latin-1").split(",")]
         refused = next((word for word in prefillers if word not in self.options.allow), None)
         if refused is not None:
@@ -236,10 +236,9 @@ class Sidecar:
             connection.respond(403, error_body(403, message, code="prefiller_not_allowed"))
             return None
         try:
-            responses = request.path == _RESPONSES
-            asked = _response(request.body) if responses else parse_request(request.path, request.body)
+            asked = parse_request(request.path, request.body)
         except BadRequest as error:
-            connection.respond(error.status, error_body_of(error))
+            connection.respond(error.status, shape_of(request.path).body_of(error))
             return None
         shell = self.shell
         given = request.named.get(b"x-request-id", b"").decode("latin-1")
@@ -254,7 +253,7 @@ class Sidecar:
             tenant="",
             terms=_NO_TERMS,
             counters=shell.metrics.model(asked.model),
-            keep_authorization=True,
+            keep_credentials=True,
             explain=False,
         )
         shell.completions[name] = completion
@@ -266,23 +265,6 @@ class Sidecar:
         else:
             waiting.add_done_callback(lambda _: completion.arrive(prompt))
         return completion
-
-
-class _ResponseView(msgspec.Struct):
-    """What a pair has to know of a request of `/v1/responses`."""
-
-    model: str
-    input: msgspec.Raw
-    stream: bool | None = None
-
-
-_response_view = msgspec.json.Decoder(_ResponseView)
-
-
-def _response(body: bytes) -> PromptRequest:
-    """Raises BadRequest naming the field that is wrong."""
-    view = decode_body(_response_view, body)
-    return PromptRequest(kind=PromptKind.CHAT, model=view.model, stream=bool(view.stream))
 
 
 def _is_address(word: str) -> bool:

@@ -48,8 +48,13 @@ class Tenants:
         """True if API keys are the gateway's own: then they are not passed on to engines."""
         return bool(self._tenant_of_digest)
 
-    def of(self, authorization: bytes | None) -> str:
-        """The tenant of an `Authorization` header."""
+    def of(self, named: Mapping[bytes, bytes]) -> str:
+        """The tenant by the headers of a request (by lower-case name): `Authorization: Bearer KEY`, or else
+        `X-Api-Key: KEY`, which Anthropic's clients send.
+        """
+        authorization = named.get(b"authorization")
+        if authorization is None and b"x-api-key" in named:
+            authorization = b"bearer " + named[b"x-api-key"]
         if authorization is None or not self._tenant_of_digest:
             return ANONYMOUS
         tenant = self._remembered.get(authorization)

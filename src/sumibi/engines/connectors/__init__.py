@@ -5,7 +5,7 @@ what has to come back from the prefill half. Nothing is sent here; whoever runs 
 """
 
 from sumibi.engines.connectors.declare import Connector, Order, Slot, Values, fill
-from sumibi.engines.connectors.known import CONNECTORS, NIXLV2, SGLANG, STREAM
+from sumibi.engines.connectors.known import CONNECTORS, NIXLV2, PAIRED, SGLANG, STREAM
 from sumibi.engines.connectors.wire import (
     PrefillAnswer,
     decode_body,
@@ -18,6 +18,7 @@ from sumibi.engines.connectors.wire import (
 __all__ = [
     "CONNECTORS",
     "NIXLV2",
+    "PAIRED",
     "SGLANG",
     "STREAM",
     "Connector",

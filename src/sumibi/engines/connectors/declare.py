@@ -53,6 +53,9 @@ class Connector:
     """Top-level fields of the prefill half's request; a `Slot` stands for a value."""
     decode: Mapping[str, Any]
     """Those of the decode half's."""
+    apis: frozenset[str]
+    """Dialects in which its engines take these fields: `chat`, `completions`, `responses`, `messages`
+    (Anthropic's), `generate` (vLLM's), `sglang` (SGLang's own). What is asked in another runs whole."""
     one_token: bool
     """The prefill half generates one token and does not stream; False: it gets the client's limits."""
     takes: str | None = None

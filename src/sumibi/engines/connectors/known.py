@@ -31,9 +31,13 @@ class NixlReturned(msgspec.Struct):
             raise ValueError("remote_block_ids is empty: there is nothing to fetch")
 
 
+_VLLMS = frozenset(("chat", "completions", "responses", "messages", "generate"))
+"""The dialects that vLLM and the embedded engine speak: all take the fields of transfers."""
+
 NIXLV2 = Connector(
     name="nixlv2",
     order=Order.SERIAL,
+    apis=_VLLMS,
     one_token=True,
     prefill={
         "kv_transfer_params": {
@@ -55,6 +59,7 @@ _ROOM = {"bootstrap_host": Slot.HOST, "bootstrap_port": Slot.PORT, "bootstrap_ro
 SGLANG = Connector(
     name="sglang",
     order=Order.CONCURRENT,
+    apis=frozenset(("chat", "completions", "sglang")),
     one_token=False,
     prefill=_ROOM,
     decode=_ROOM,
@@ -65,6 +70,7 @@ SGLANG = Connector(
 STREAM = Connector(
     name="stream",
     order=Order.CONCURRENT,
+    apis=_VLLMS,
     one_token=True,
     prefill={
         "kv_transfer_params": {
@@ -87,3 +93,5 @@ STREAM = Connector(
 """The embedded engine's own: blocks are fetched while the prompt is still being computed."""
 
 CONNECTORS = {connector.name: connector for connector in (NIXLV2, SGLANG, STREAM)}
+PAIRED = frozenset[str]().union(*(connector.apis for connector in CONNECTORS.values()))
+"""Dialects in which at least one connector's engines can run pairs."""

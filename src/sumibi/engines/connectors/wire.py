@@ -13,10 +13,16 @@ from sumibi.core.errors import BadRequest, WireError
 from sumibi.engines.connectors.declare import Connector, Values, fill
 from sumibi.engines.usage import tiers_of
 
-_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
-"""Of chats and completions; each is 1 on a prefill half of one token."""
-_RESPONSE = {"max_output_tokens": 1, "store": False}
-"""The same of `/v1/responses`; and nobody will ask for a half's response by its id."""
+_LIMITS = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1}
+"""Of chats and completions: what makes a prefill half one of one token."""
+_API_LIMITS = {
+    # Nobody will ask for a half's response by its id.
+    "responses": {"max_output_tokens": 1, "store": False},
+    "messages": {"max_tokens": 1},
+}
+_SAMPLING = "sampling_params"
+_SAMPLING_LIMITS = {"max_tokens": 1, "min_tokens": 1}
+"""In `sampling_params` of vLLM's generate."""
 _NO_STREAM = ("stream_options",)
 _ALONE = ("prompt_logprobs", "use_beam_search", "best_of")
 """Fields with which an engine loads no KV from elsewhere, or runs a request as several."""
@@ -32,12 +38,14 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Of chats and completions; of responses the second half."""
+    """Of chats and completions; of responses the second half; of messages the last three without details."""
 
     prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens: int | None = None
     input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -63,32 +71,24 @@ def set_fields(body: bytes, changes: Mapping[str, Any], drop: tuple[str, ...] = 
 
     Raises BadRequest if it is no JSON object.
     """
-    try:
-        fields: dict[str, Any] = dict(_fields.decode(body))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
-        raise BadRequest(f"the request body is not a JSON object: {cause}") from cause
+    fields: dict[str, Any] = dict(_top(body))
     for name in drop:
         fields.pop(name, None)
     return msgspec.json.encode(fields | dict(changes))
 
 
-def prefill_body(connector: Connector, body: bytes, values: Values) -> bytes:
-    """The prefill half's request body, from the client's."""
+def prefill_body(connector: Connector, api: str, body: bytes, values: Values) -> bytes:
+    """The prefill half's request body, from the client's; `api` is one of `connector.apis`."""
     changes = dict(fill(connector.prefill, values))
     if not connector.one_token:
         return set_fields(body, changes)
-    limits = _RESPONSE if _is_response(body) else dict.fromkeys(_LIMITS, 1)
-    changes |= limits | {"stream": False}
+    if api == "generate":
+        sampling = _top(body).get(_SAMPLING, msgspec.Raw(b"{}"))
+        changes[_SAMPLING] = msgspec.Raw(set_fields(bytes(sampling), _SAMPLING_LIMITS))
+    else:
+        changes |= _API_LIMITS.get(api, _LIMITS)
+    changes["stream"] = False
     return set_fields(body, changes, _NO_STREAM)
-
-
-def _is_response(body: bytes) -> bool:
-    """Whether it is a request of `/v1/responses`: only these have `input`, and no other prompt."""
-    try:
-        fields = _fields.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # said by who sets fields
-    return "input" in fields and "messages" not in fields and "prompt" not in fields
 
 
 def decode_body(connector: Connector, body: bytes, values: Values) -> bytes:
@@ -96,20 +96,29 @@ def decode_body(connector: Connector, body: bytes, values: Values) -> bytes:
     return set_fields(body, fill(connector.decode, values))
 
 
-def unpairable(body: bytes) -> str:
-    """The field that makes a request unfit for a pair, empty if there is none. Raises BadRequest."""
-    try:
-        fields = _fields.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
-        raise BadRequest(f"the request body is not a JSON object: {cause}") from cause
+def unpairable(connector: Connector, api: str, body: bytes) -> str:
+    """What makes a request unfit for a pair: a field, or its API; empty: nothing. Raises BadRequest."""
+    if api not in connector.apis:
+        return api
+    fields = _top(body)
+    if api == "generate":
+        fields |= _top(bytes(fields.get(_SAMPLING, b"{}")))
     idle = (b"null", b"false", b"1")
     for name in _ALONE:
         # 0 asks for something of `prompt_logprobs` and for nothing of the others.
         if name in fields and bytes(fields[name]) not in idle[: 2 if name == "prompt_logprobs" else 3]:
             return name
-    if "input" in fields:
+    if api == "responses":
         return next((name for name in _STATEFUL if bytes(fields.get(name, b"null")) not in idle[:2]), "")
     return ""
+
+
+def _top(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top-level fields of a JSON object. Raises BadRequest if it is none."""
+    try:
+        return _fields.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
+        raise BadRequest(f"the request body is not a JSON object: {cause}") from cause
 
 
 def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
@@ -125,6 +134,9 @@ def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
         prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
         details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else None
+    if usage is not None and usage.cache_read_input_tokens is not None:  # counted beside `input_tokens`
+        cached = usage.cache_read_input_tokens
+        prompt = (prompt or 0) + cached + (usage.cache_creation_input_tokens or 0)
     by_tier = None if details is None or cached is None else tiers_of(details.cached_tokens_by_tier)
     returned = msgspec.Raw(b"null")
     if connector.takes is not None and connector.returned is not None:
