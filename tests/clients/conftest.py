@@ -56,6 +56,8 @@ class Stack:
 
     def records(self) -> list[dict[str, Any]]:
         """Usage records so far."""
+        if not self.usage_log.exists():
+            return []
         return [json.loads(line) for line in self.usage_log.read_text().splitlines()]
 
     def record(self, request: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _ERRORS = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 """Anthropic's word by HTTP status; others are `api_error`."""
 

@@ -169,7 +169,9 @@ class ResponsesWriter(Common):
 
     def failed(self, error: SumibiError) -> bytes:
         """See `Writer`."""
-        return self._event("error", code=error.code, message=str(error), param=None)
+        # `error` is what OpenAI's client raises on; the others are the documented fields.
+        detail = {"code": error.code, "message": str(error), "param": None}
+        return self._event("error", **detail, error={"type": "server_error", **detail})
 
     def whole(self, pieces: list[Piece]) -> bytes:
         """See `Writer`."""
