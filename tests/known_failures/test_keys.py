@@ -82,10 +82,47 @@ def test_f17_the_same_prompt_has_the_same_keys_on_every_api(reader, oracle):
     as_chat = reader.read(chat(TALK, tools=TOOLS))
     as_text = reader.read(request("/v1/completions", prompt=rendered, add_special_tokens=False))
     as_ids = reader.read(request("/v1/completions", prompt=token_ids))
+    system, user, _, result = TALK
+    function = TOOLS[0]["function"]
+    tool = {"name": "search", "description": "find", "input_schema": function["parameters"]}
+    use = {"type": "tool_use", "id": "1", "name": "search", "input": {"q": "炭火"}}
+    found = {"type": "tool_result", "tool_use_id": "1", "content": result["content"]}
+    said = [user, {"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+    as_messages = {"system": system["content"], "messages": said, "tools": [tool]}
+    items = [
+        user,
+        {"type": "function_call", "call_id": "1", "name": "search", "arguments": '{"q": "炭火"}'},
+        {"type": "function_call_output", "call_id": "1", "output": result["content"]},
+    ]
+    tools = [{"type": "function", **function}]
+    ways = [
+        as_chat,
+        as_text,
+        as_ids,
+        reader.read(request("/v1/messages", **as_messages, max_tokens=1)),
+        reader.read(request("/v1/messages/count_tokens", **as_messages)),
+        reader.read(request("/v1/responses", instructions=system["content"], input=items, tools=tools)),
+        reader.read(request("/inference/v1/generate", token_ids=token_ids, sampling_params={})),
+        reader.read(request("/generate", input_ids=token_ids)),
+    ]
     expected = extend_keys(root_key("m"), token_ids, BLOCK)
-    assert as_chat.keys == as_text.keys == as_ids.keys == expected
-    assert {p.prompt_tokens for p in (as_chat, as_text, as_ids)} == {len(token_ids)}
-    assert {p.grade for p in (as_chat, as_text, as_ids)} == {PromptGrade.EXACT}
+    for read in ways:
+        assert (read.keys, read.prompt_tokens) == (expected, len(token_ids))
+        assert read.grade is PromptGrade.EXACT
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_f17_pictures_in_anthropic_s_words_are_sized_as_pictures(reader, wrapped):
+    """R#2220, on the other API, also as what a tool brought."""
+    text = "what is this? " * 40
+    data = base64.b64encode(random.Random(1).randbytes(600_000)).decode()
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    if wrapped:
+        picture = {"type": "tool_result", "tool_use_id": "1", "content": [picture]}
+    said = [{"role": "user", "content": [picture, {"type": "text", "text": text}]}]
+    read = reader.read(request("/v1/messages", messages=said, max_tokens=1))
+    assert 1024 < read.prompt_tokens < 1024 + len(text)
+    assert read.grade is PromptGrade.APPROXIMATE
 
 
 @pytest.mark.parametrize(
