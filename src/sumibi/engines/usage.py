@@ -3,6 +3,8 @@
 import msgspec
 
 _MAX_TIERS = 8
+MAX_TOKENS = 1 << 31
+"""Of one answer; more is not believed: one such count would drown all others in every sum."""
 
 
 def tiers_of(said: object) -> dict[str, int] | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from sumibi.engines.usage import tiers_of
+from sumibi.engines.usage import MAX_TOKENS, tiers_of
 from sumibi.prompts.dialects import Dialect
 
 T = TypeVar("T")
@@ -253,7 +253,8 @@ def _word(said: str | None) -> str:
 def _counts(prompt: int | None, output: int | None, details: _Details | None) -> Usage | None:
     """Token counts; None if they cannot be what they say."""
     cached = details.cached_tokens if details is not None else None
-    if min(prompt or 0, cached or 0, output or 0) < 0 or (cached or 0) > (prompt or 0):
+    counts = (prompt or 0, cached or 0, output or 0)
+    if min(counts) < 0 or max(counts) > MAX_TOKENS or (cached or 0) > (prompt or 0):
         return None
     by_tier = None if details is None else tiers_of(details.cached_tokens_by_tier)
     return Usage(prompt, cached, output, exact=True, cached_by_tier=by_tier)

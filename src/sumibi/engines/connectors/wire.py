@@ -11,7 +11,7 @@ import msgspec
 
 from sumibi.core.errors import BadRequest, WireError
 from sumibi.engines.connectors.declare import Connector, Values, fill
-from sumibi.engines.usage import tiers_of
+from sumibi.engines.usage import MAX_TOKENS, tiers_of
 
 _LIMITS = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1}
 """Of chats and completions: what makes a prefill half one of one token."""
@@ -149,6 +149,7 @@ def read_prefill_answer(connector: Connector, body: bytes) -> PrefillAnswer:
             raise WireError(f"{connector.takes} of the prefill engine's answer: {cause}") from cause
         if cached is None:
             cached = getattr(checked, "remote_prefill_cached_tokens", None)
-    if min(prompt or 0, cached or 0) < 0 or (prompt is not None and (cached or 0) > prompt):
+    counts = (prompt or 0, cached or 0)
+    if min(counts) < 0 or max(counts) > MAX_TOKENS or (prompt is not None and counts[1] > counts[0]):
         prompt = cached = by_tier = None
     return PrefillAnswer(returned, prompt, cached, by_tier)
