@@ -24,6 +24,7 @@ class Snapshot(NamedTuple):
     client_connections: int
     request_bytes: int
     usage_dropped: int
+    pauses: int
     reader_fallbacks: dict[str, int]
     """Model -> prompts that got approximate keys although its reader has a tokenizer."""
     reader_mismatches: dict[str, int]
@@ -261,6 +262,8 @@ TABLE = (
         _one(lambda s: s.request_bytes)),
     Row("sumibi_usage_records_dropped_total", "Usage records lost.", "counter", (),
         _one(lambda s: s.usage_dropped)),
+    Row("sumibi_process_pauses_total", "Times that it did not run for more than a second.", "counter",
+        (), _one(lambda s: s.pauses)),
 )  # fmt: skip
 
 

@@ -162,6 +162,7 @@ class Gateway:
             client_connections=self.server.connections,
             request_bytes=self.server.buffered_bytes,
             usage_dropped=self.usage_log.dropped,
+            pauses=self._deadlines.pauses,
             reader_fallbacks={model: seen.approximate for model, seen in stats.items()},
             reader_mismatches={model: seen.mismatches for model, seen in stats.items()},
             reader_sources={name: reader.source.value for name, reader in readers.items()},
