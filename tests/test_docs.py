@@ -30,6 +30,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 VLLM_FLAGS = {
     "--block-size",
     "--chat-template",
+    "--enable-scale-out",
     "--enable-prompt-tokens-details",
     "--kv-events-config",
     "--kv-transfer-config",
