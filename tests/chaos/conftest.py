@@ -14,8 +14,8 @@ LIMITS = {
     "keep_alive_s": 4.0,
     "client_write_s": 2.0,
     "connect_s": 2.0,
-    "first_byte_s": 1.5,
-    "between_bytes_s": 1.5,
+    "first_byte_s": 3.0,
+    "between_bytes_s": 3.0,
     "drain_s": 10.0,
 }
 

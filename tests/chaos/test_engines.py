@@ -81,7 +81,7 @@ def test_an_engine_that_comes_and_goes_every_second_fails_no_request_that_could_
     seen = [outcome for outcomes in together(*(client() for _ in range(8))) for outcome in outcomes]
     flapping.tell("flap", every_s=0)
     assert set(seen) == {"ok"}
-    assert len(seen) > 100
+    assert len(seen) > 20
     until(lambda: all(e["up"] for e in site.gateway.fleet()["endpoints"]), "both engines are up again")
     assert flapping.tell("count")["served"] > 0
 

@@ -45,7 +45,7 @@ def test_a_flood_of_events_holds_up_nobody_and_is_known_in_the_end(site, togethe
 
     _, seen = together(flood(), others())
     assert {outcome for outcome, _ in seen} == {"ok"}
-    assert max(took_s for _, took_s in seen) < 2.0
+    assert max(took_s for _, took_s in seen) < 5.0
     until(lambda: known(site), lambda: f"{endpoint(site)}", 20.0)
     # What was dropped on the way is known by its gap; the rest was read batch by batch.
     assert counter(site, "batches") > before

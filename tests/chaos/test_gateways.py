@@ -59,7 +59,7 @@ def test_a_gateway_that_is_told_to_go_under_load_fails_no_request(site_of_all, t
         *clients, _ = together(*(client(number) for number in range(CLIENTS)), go())
         answers = [one for seen, _ in clients for one in seen]
         assert {one.outcome for one in answers} == {"ok"}
-        assert len(answers) > 300
+        assert all(len(seen) > 1 for seen, _ in clients)
         assert sum(one.closes for one in answers) > 0  # those in flight were finished, and told to go
         assert going.process.wait(5.0) == 0
         staying.assert_nothing_is_held()
@@ -98,7 +98,7 @@ def test_a_gateway_that_was_stopped_for_longer_than_its_limits_goes_on_as_if_not
     async def pause():
         await asyncio.sleep(0.5)
         os.kill(gateway.process.pid, signal.SIGSTOP)
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(4.0)
         os.kill(gateway.process.pid, signal.SIGCONT)
 
     bodies = [chat(stream=n % 2 > 0, max_tokens=20, pace_s=0.2 if n % 2 else 1.0) for n in range(20)]
