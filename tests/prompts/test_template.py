@@ -153,6 +153,14 @@ def test_tool_arguments_become_objects(arguments, expected):
     assert message["tool_calls"] == [{"id": "c", "function": {"name": "f", "arguments": expected}}]
 
 
+def test_tool_calls_show_their_fields_in_the_order_of_the_engine():
+    call = {"index": 0, "type": "function", "id": "c", "function": {"name": "f", "x": 1, "arguments": "{}"}}
+    template = ChatTemplate({"default": "{{ messages[0].tool_calls | tojson }}"})
+    assert template.render([{"role": "assistant", "tool_calls": [call]}]) == (
+        '[{"id": "c", "function": {"arguments": {}, "name": "f", "x": 1}, "type": "function", "index": 0}]'
+    )
+
+
 def test_tool_results_stay_strings_where_other_content_is_a_list():
     messages = [
         {"role": "tool", "content": [{"type": "text", "text": "a"}]},

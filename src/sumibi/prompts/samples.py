@@ -246,8 +246,8 @@ class _Maker:
             {
                 # Nine letters and digits: some templates accept no other ids.
                 "id": "".join(self._rng.choices("abcdefghijkmnopqrstuvwxyz0123456789", k=9)),
+                "function": {"arguments": self._call_arguments(pool), "name": self._rng.choice(names)},
                 "type": "function",
-                "function": {"name": self._rng.choice(names), "arguments": self._call_arguments(pool)},
             }
             for _ in range(count)
         ]
@@ -285,8 +285,10 @@ class _Maker:
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A call as clients send it: arguments as JSON, fields in another order."""
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+    text = json.dumps(function["arguments"])
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": text}}
 
 
 def _plain(maker: _Maker) -> Conversation:

@@ -308,7 +308,11 @@ def _content_texts(content: object, path: str) -> list[str]:
 
 
 def _tool_calls(calls: object, path: str) -> list[Message]:
-    """Tool calls with `arguments` as an object: templates expect that, requests carry a JSON string."""
+    """Tool calls with `arguments` as an object: templates expect that, requests carry a JSON string.
+
+    In the order in which vLLM declares their fields, for templates that show a call as JSON; fields that it
+    does not declare follow.
+    """
     if not isinstance(calls, list):
         raise BadRequest(f"{path}: a list is needed", param=path)
     out = []
@@ -317,8 +321,14 @@ def _tool_calls(calls: object, path: str) -> list[Message]:
         if not isinstance(function, dict):
             path = f"{path}[{index}].function"
             raise BadRequest(f"{path}: an object is needed", param=path)
-        out.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+        function = {**function, "arguments": _arguments(function.get("arguments"))}
+        call = {**call, "function": _in_order(function, "arguments", "name")}
+        out.append(_in_order(call, "id", "function", "type"))
     return out
+
+
+def _in_order(fields: Message, *first: str) -> Message:
+    return {**{name: fields[name] for name in first if name in fields}, **fields}
 
 
 def _arguments(arguments: object) -> dict[str, Any]:
