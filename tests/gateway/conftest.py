@@ -221,6 +221,8 @@ class FakeEngine:
         self.tokens: list[int] | None = None
         """What /tokenize answers; None: there is no such route."""
         self.tokenize_calls = 0
+        self.tokenized: object = None
+        """The last question to it."""
         self.sources: dict[str, object] = {}
         """More that its only rank tells beside its KV events."""
         self.transfer: dict[str, object] | None = None
@@ -310,6 +312,7 @@ class FakeEngine:
                 await respond_json(writer, self.hint_status or 500, {})
             case "/tokenize" if self.tokens is not None:
                 self.tokenize_calls += 1
+                self.tokenized = request.json
                 await respond_json(writer, 200, {"tokens": self.tokens, "count": len(self.tokens)})
             case path if path in DIALECTS:
                 self.requests.append(request)

@@ -295,6 +295,19 @@ async def test_prompts_are_tokenised_by_one_engine_once_when_there_is_no_tokeniz
         assert it.gateway.router.decisions(1)[0].prompt_tokens == len(TOKENS)
 
 
+async def test_a_tokenising_engine_is_told_thoughts_under_the_name_that_it_reads(lab):
+    async with lab() as it:
+        engine = await it.engine()
+        engine.tokens = TOKENS
+        await it.start()
+        user = {"role": "user", "content": "hello"}
+        answer = {"role": "assistant", "content": "hi", "reasoning_content": "a guest"}
+        body = {"model": "test-model", "messages": [user, answer, user]}
+        assert (await it.ask(CHAT, body)).status == 200
+        assert engine.tokenized["messages"][1]["reasoning"] == "a guest"
+        assert engine.requests[-1].json["messages"] == body["messages"]
+
+
 async def test_an_engine_that_can_tokenise_takes_over_from_those_that_cannot_any_more(lab):
     async with lab() as it:
         _, second, third = await it.engine(), await it.engine(), await it.engine()

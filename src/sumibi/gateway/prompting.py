@@ -238,7 +238,7 @@ def _tokenize_body(asked: PromptRequest) -> bytes:
         )
     question: dict[str, Any] = {
         "model": asked.model,
-        "messages": asked.raw_messages if asked.conversion.one_to_one else asked.messages,
+        "messages": _messages_to_tokenize(asked),
         "add_generation_prompt": asked.add_generation_prompt,
         "continue_final_message": asked.continue_final_message,
         "add_special_tokens": asked.add_special_tokens,
@@ -248,3 +248,19 @@ def _tokenize_body(asked: PromptRequest) -> bytes:
     if asked.raw_tools is not None:
         question["tools"] = asked.raw_tools if asked.conversion.one_to_one else asked.tools
     return msgspec.json.encode(question)
+
+
+def _messages_to_tokenize(asked: PromptRequest) -> list[Any]:
+    """The messages as /tokenize reads them: unlike the other routes it overlooks `reasoning_content`."""
+    if asked.conversion.one_to_one and not any(_OLD_NAME in bytes(raw) for raw in asked.raw_messages):
+        return list(asked.raw_messages)
+    return [_with_new_name(message) for message in asked.messages]
+
+
+_OLD_NAME = b'"reasoning_content"'
+
+
+def _with_new_name(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("reasoning_content") is None or message.get("reasoning") is not None:
+        return message
+    return {**message, "reasoning": message["reasoning_content"]}
