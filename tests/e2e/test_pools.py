@@ -42,6 +42,49 @@ def ask(port: int, prompt: list[int], **more: str) -> list[int]:
     return answer.json()["choices"][0]["token_ids"]
 
 
+TALK = [{"role": "user", "content": "one two three " * 30}]
+SAID = {
+    "/v1/messages": {"messages": TALK, "max_tokens": 8},
+    "/v1/responses": {"input": TALK, "max_output_tokens": 8},
+    "/inference/v1/generate": {
+        "token_ids": PROMPTS[0],
+        "sampling_params": {"max_tokens": 8, "temperature": 0},
+    },
+}
+
+
+def test_a_pair_is_run_in_every_dialect(ports):
+    """The decode engine's answer is what it would have computed by itself; it says what the other had."""
+    decode, door = ports + 1, ports + 3
+    with httpx.Client(timeout=30) as client:
+
+        def said(port: int, path: str, body: dict[str, object]) -> tuple[object, int]:
+            answer = client.post(f"http://127.0.0.1:{port}{path}", json=body)
+            assert answer.status_code == 200, answer.text
+            whole = answer.json()
+            told = whole["usage"]
+            cached = told.get("cache_read_input_tokens")
+            if cached is None:
+                details = told.get("input_tokens_details") or told["prompt_tokens_details"]
+                cached = details["cached_tokens"]
+            if path == "/inference/v1/generate":
+                return whole["choices"][0]["token_ids"], cached
+            if path == "/v1/messages":
+                return whole["content"][0]["text"], cached
+            return whole["output"][0]["content"][0]["text"], cached
+
+        for number, (path, fields) in enumerate(SAID.items(), 1):
+            body = {"model": "tiny", "temperature": 0, "cache_salt": path, **fields}
+            alone, _ = said(decode, path, body | {"cache_salt": f"{path} alone"})
+            assert said(door, path, body) == (alone, 0), path
+            again, cached = said(door, path, body)
+            assert again == alone, path
+            assert cached > 0, "the prefill engine has it now"
+            samples = admin.metrics(f"http://127.0.0.1:{door}/metrics")
+            legs = {s.labels["outcome"]: s.value for s in samples if s.name == "sumibi_disagg_legs_total"}
+            assert legs == {"ok": 2 * number}, path
+
+
 def test_a_pair_answers_as_a_whole_run_does_and_a_whole_run_when_the_prefill_engine_is_gone(sumibi, ports):
     decode, door = ports + 1, ports + 3
 

@@ -112,18 +112,33 @@ def _cores(half: int | None) -> str:
     return ",".join(str(core) for core in cores)
 
 
+_SHARED = ("--enable-scale-out", "--trust-request-chat-template")
+_SHARED += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
 @pytest.fixture(scope="session")
-def engines(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
+def _first(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return start_engine("first", *_SHARED, half=0, scratch=tmp_path_factory.mktemp("sockets"))
+
+
+@pytest.fixture(scope="session")
+def _second(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return start_engine("second", *_SHARED, half=1, scratch=tmp_path_factory.mktemp("sockets"))
+
+
+@pytest.fixture(scope="session")
+def engines(_first: Engine, _second: Engine) -> tuple[Engine, Engine]:
     """Two engines, half of the cores each, in float32.
 
     Without NIXL: with it one thread never sleeps and takes half of an engine's only core.
     """
-    more = ["--enable-scale-out", "--trust-request-chat-template"]
-    more += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    scratch = tmp_path_factory.mktemp("sockets")
-    first = start_engine("first", *more, half=0, scratch=scratch)
-    second = start_engine("second", *more, half=1, scratch=scratch)
-    return first.wait_ready(), second.wait_ready()
+    return _first.wait_ready(), _second.wait_ready()
+
+
+@pytest.fixture(scope="session")
+def first_engine(_first: Engine) -> Engine:
+    """The first of them, for tests that need but one."""
+    return _first.wait_ready()
 
 
 @pytest.fixture
