@@ -2,7 +2,7 @@
 
 import pytest
 
-CLIENTS = ("openai_chat", "litellm_chat", "langchain_chat")
+CLIENTS = ("openai_chat", "openai_responses", "anthropic_messages", "litellm_chat", "langchain_chat")
 by_client = pytest.mark.parametrize("client", CLIENTS)
 BLOCK = 32
 """Tokens of a block of the engines: what of a prompt can be cached is a multiple of it."""
@@ -62,7 +62,7 @@ def test_tools_and_their_results_reach_the_model(client, seen, stack):
 REFUSED = {
     "wrong_model": ("NotFoundError", 404, "gpt-9"),
     "bad_field": ("BadRequestError", 400, "temperature"),
-    "image": ("BadRequestError", 400, "is not text"),
+    "image": ("BadRequestError", 400, "image"),
     "tool_choice": ("BadRequestError", 400, "tool_choice: not supported by this engine"),
     "too_long": ("BadRequestError", 400, "context is 8192 tokens"),
 }
@@ -82,7 +82,7 @@ def test_a_refusal_is_the_clients_own_exception_and_names_the_field(client, what
 def test_a_client_that_leaves_a_stream_frees_the_engine_at_once(client, seen, stack):
     assert len(set(whole(seen(client)["cancelled"]))) == 1
     assert seen(client)["still_running"] == 0
-    record = stack.record(f"{client.partition('_')[0]}-cancelled")
+    record = stack.record(f"{client}-cancelled")
     assert record["reason"] == "client_gone"
     assert record["duration_s"] < 20  # to the end it is minutes
 
@@ -100,3 +100,28 @@ def test_openai_s_client_sees_models_request_ids_and_paths_that_are_not_there(se
     assert found["models"] == [stack.model]
     assert found["request_id"] == ["openai-named", "openai-named"]
     assert "NotFoundError" in whole(found["no_such_path"])["classes"]
+
+
+def test_responses_without_memory_say_so(seen):
+    found = seen("openai_responses")
+    error = whole(found["previous"])
+    assert "BadRequestError" in error["classes"]
+    assert "previous_response_id" in error["message"]
+    assert whole(found["helper"]) == whole(found["helped"])
+
+
+def test_anthropic_s_client_counts_tokens_and_gets_every_event(seen):
+    found = seen("anthropic_messages")
+    assert found["count"] == found["whole"]["prompt_tokens"]
+    events = found["raw_stream"]
+    assert events[:2] == ["message_start", "content_block_start"]
+    assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(events[2:-3]) == {"content_block_delta"}
+
+
+@pytest.mark.parametrize(
+    ("client", "way"),
+    [("litellm_chat", "by_messages"), ("litellm_chat", "by_responses"), ("langchain_chat", "by_responses")],
+)
+def test_clients_that_speak_several_apis_get_the_same_by_each(client, way, seen):
+    assert whole(seen(client)[way]) == seen(client)["whole"]

@@ -117,7 +117,7 @@ def counted(stack, since_s: float, expected: int) -> dict[str, int]:
     return {name: sum(record[name] for record in found) for name in names}
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("chat", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [("chat", 1), ("messages", 2), ("responses", 3)])
 def test_aiperf_replays_agents_and_reports_what_the_gateway_counted(kind, seed, clients, stack, tmp_path):
     workload = made(seed)
     as_chats(workload, tmp_path / "trace.jsonl")

@@ -41,6 +41,13 @@ def streamed():
     return answer_of(whole)
 
 
+def by_responses():
+    got = model(use_responses_api=True).invoke(ASKED)
+    usage = got.usage_metadata
+    cached = usage["input_token_details"]["cache_read"]
+    return told.answer(got.text, "length", usage["input_tokens"], usage["output_tokens"], cached)
+
+
 def two_turns():
     messages = [SystemMessage(told.long_system("langchain")), HumanMessage("Hello!")]
     first = model().invoke(messages)
@@ -61,7 +68,7 @@ def tools():
 
 
 def cancelled():
-    headers = {"X-Request-Id": "langchain-cancelled"}
+    headers = {"X-Request-Id": "langchain_chat-cancelled"}
     endless = model(max_tokens=told.ENDLESS_TOKENS, default_headers=headers, extra_body={"ignore_eos": True})
     stream = endless.stream([HumanMessage(told.ENDLESS)])
     seen = [next(stream).id for _ in range(3)]
@@ -73,6 +80,7 @@ told.main(
     {
         "whole": lambda: answer_of(model().invoke(ASKED)),
         "streamed": streamed,
+        "by_responses": by_responses,
         "two_turns": two_turns,
         "tools": tools,
         "tool_choice": lambda: told.error_of(

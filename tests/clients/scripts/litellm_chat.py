@@ -36,6 +36,27 @@ def streamed():
     return answer_of(got.choices[0].message.content, got.choices[0].finish_reason, got.usage)
 
 
+def by_messages():
+    """Anthropic's API, as litellm names its models."""
+    return ask(model=f"anthropic/{told.MODEL}", api_base=told.URL)
+
+
+def by_responses():
+    got = litellm.responses(
+        model=f"openai/{told.MODEL}",
+        api_base=f"{told.URL}/v1",
+        api_key=told.KEY,
+        instructions=told.SYSTEM,
+        input=told.QUESTION,
+        max_output_tokens=OUTPUT_TOKENS,
+        temperature=0,
+    )
+    (part,) = got.output[0].content
+    usage = got.usage
+    cached = usage.input_tokens_details.cached_tokens
+    return told.answer(part.text, "length", usage.input_tokens, usage.output_tokens, cached)
+
+
 def two_turns():
     messages = [
         {"role": "system", "content": told.long_system("litellm")},
@@ -55,7 +76,7 @@ def cancelled():
         [{"role": "user", "content": told.ENDLESS}],
         stream=True,
         max_tokens=told.ENDLESS_TOKENS,
-        extra_headers={"X-Request-Id": "litellm-cancelled"},
+        extra_headers={"X-Request-Id": "litellm_chat-cancelled"},
         extra_body={"ignore_eos": True},
     )
     seen = [next(stream).id for _ in range(3)]
@@ -67,6 +88,8 @@ told.main(
     {
         "whole": ask,
         "streamed": streamed,
+        "by_messages": by_messages,
+        "by_responses": by_responses,
         "two_turns": two_turns,
         "tools": tools,
         "tool_choice": lambda: told.error_of(lambda: ask(tools=[told.TOOL], tool_choice="required")),

@@ -71,7 +71,7 @@ def tools():
 
 
 def cancelled():
-    headers = {"X-Request-Id": "openai-cancelled"}
+    headers = {"X-Request-Id": "openai_chat-cancelled"}
     messages = [{"role": "user", "content": told.ENDLESS}]
     fields = LIMITS | {"max_tokens": told.ENDLESS_TOKENS, "extra_body": {"ignore_eos": True}}
     with client.chat.completions.create(
