@@ -157,7 +157,7 @@ $(CLIENTS_VENV)/installed: scripts/clients-requirements.txt scripts/clients-alon
 	@echo "installing clients: some 600 MB (two minutes or more)"
 	@$(CLIENTS_PIP) install --quiet -r scripts/clients-requirements.txt
 	@$(CLIENTS_PIP) install --quiet --no-deps --ignore-requires-python -r scripts/clients-alone-requirements.txt
-	@$(CLIENTS_VENV)/bin/inference-perf --help >/dev/null
+	@TRANSFORMERS_NO_ADVISORY_WARNINGS=1 $(CLIENTS_VENV)/bin/inference-perf --help >/dev/null
 	@touch $@
 
 $(CLIENTS_VENV)/made: | $(VENV)/made
