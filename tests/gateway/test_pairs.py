@@ -459,6 +459,28 @@ async def test_a_decode_engine_that_waits_for_good_is_given_up(lab, pools, behav
         await kit.settled()
 
 
+async def test_a_client_that_leaves_long_after_the_decode_engine_began_ends_its_work(lab, pools, behaviours):
+    """The time for a first byte is over by then, and is nothing to an answer that is under way."""
+
+    async def begin_and_hang(request, writer):
+        writer.write(behaviours.stream_head + behaviours.chunk(behaviours.token_event("a")))
+        await behaviours.hang(request, writer)
+
+    async with lab() as it:
+        kit = pools(it)
+        await kit.start(timeouts=Timeouts(connect_s=1.0, decode_wait_s=0.1))
+        kit.d[0].behave = begin_and_hang
+        async with it.client() as client:
+            asking = asyncio.ensure_future(client.ask(body={**CHAT, "stream": True}))
+            await it.until(lambda: len(kit.d[0].requests) == 1)
+            await asyncio.sleep(0.3)
+            assert kit.d[0].lost_clients == 0
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await it.until(lambda: kit.d[0].lost_clients == 1)
+        await kit.settled()
+
+
 @pytest.mark.parametrize(
     "fields", [{"n": 2}, {"prompt_logprobs": 0}, {"use_beam_search": True}, {"best_of": 3}]
 )

@@ -270,8 +270,9 @@ class Completion:
     def _decode_overdue(self) -> None:
         """The decode engine has waited for KV, or for its turn, for longer than anybody should."""
         self._overdue = None
-        call, self._call = self._call, None
+        call = self._call
         if call is not None and not self._over and not self._reply.answered:
+            self._call = None
             call.cancel()
             self.answer_failed(FinishReason.TIMEOUT, "no first token of a fetched prompt in time")
 
