@@ -176,3 +176,29 @@ def ending_error(path: str, event: str) -> str:
         return said["message"]
     assert name == ""
     return said["error"]["message"]
+
+
+def answering(*, chunked_at: int | None = None):
+    """An engine's behaviour: the dialect's own answer, streamed if asked for."""
+
+    async def behave(request, writer):
+        if request.json.get("stream"):
+            data = "".join(STREAMS[request.path]).encode()
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
+            size = chunked_at or len(data)
+            for at in range(0, len(data), size):
+                piece = data[at : at + size]
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        else:
+            data = json.dumps(WHOLE[request.path]).encode()
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
+                data
+            )
+            writer.write(head + data)
+        await writer.drain()
+
+    return behave

@@ -17,7 +17,7 @@ DECISION_HEADER = b"x-sumibi-decision"
 DROPPED_HEADERS = (b"x-sumibi-dropped-reason", b"x-llm-d-request-dropped-reason")
 """Why a request was refused, under our name and under the one llm-d's clients know."""
 
-_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id"}
+_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id"}
 _LAST_CHUNK = b"0\r\n\r\n"
 _JSON = b"application/json"
 
@@ -46,7 +46,8 @@ class Reply:
         self.ended = False
         """Its end, too."""
         self._connection = connection
-        self._request_id = request_id.encode()
+        names = (b"x-request-id", b"request-id") if dialect is Dialect.MESSAGES else (b"x-request-id",)
+        self._ids = [(name, request_id.encode()) for name in names]  # the second is Anthropic's
         self._dialect = dialect
         self._one_zero = one_zero
         self._headers: list[Header] = []
@@ -123,7 +124,7 @@ class Reply:
         """The head, with framing of our own."""
         self.answered = True
         fields = [(name, value) for lower, name, value in self._headers if lower not in _NOT_RETURNED]
-        fields.append((b"x-request-id", self._request_id))
+        fields += self._ids
         if explained is not None:
             fields.append((DECISION_HEADER, explained))
         length = _value(self._headers, b"content-length") if self.events is None else b""
@@ -174,7 +175,7 @@ class Reply:
         content_type: bytes = _JSON,
     ) -> None:
         """A whole answer at once."""
-        fields = [*(headers or ()), (b"x-request-id", self._request_id)]
+        fields = [*(headers or ()), *self._ids]
         self._connection.respond(status, body, content_type=content_type, headers=fields)
 
 

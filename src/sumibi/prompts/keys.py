@@ -146,7 +146,7 @@ class PromptReader:
         except TooLong:
             return self._approximate(request, "a prompt longer than any context")
         except UnsupportedContent:
-            return self._approximate(request, "message content that is no text")
+            return self._approximate(request, "content that is no text, or that only the engine knows")
 
     def recall(self, request: PromptRequest) -> Prompt | None:
         """What `read_tokens` was told about the same request before; None if nothing, or no more."""
