@@ -22,6 +22,7 @@ VERBS = [
     "bench claims",
     "decisions rerun",
     "models fetch",
+    "keys check",
 ]
 
 
@@ -77,6 +78,13 @@ def test_help_imports_nothing_heavy(verb):
         (["models", "fetch", "/nowhere/model"], 3, "/nowhere/model"),
         (["decisions", "rerun", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["decisions", "rerun", "garbage.jsonl"], 2, "line 1"),
+        (["keys", "check"], 2, "--against"),
+        (["keys", "check", "--against", "ftp://x"], 2, "--against 'ftp://x': want http://HOST:PORT"),
+        (
+            ["keys", "check", "--against", "http://127.0.0.1:9"],
+            1,
+            "no answer from http://127.0.0.1:9/v1/models",
+        ),
         (["fly"], 2, "No such command 'fly'"),
     ],
 )

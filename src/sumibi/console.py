@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+    from sumibi.keycheck.checking import KeyCheck
+
 
 @contextmanager
 def progress() -> Iterator[Report]:
@@ -222,6 +224,51 @@ def print_checks(checks: list[Check], *, json: bool) -> None:
         console.print(f"{word} {escape(check.name)}: {escape(check.found)}", highlight=False, soft_wrap=True)
         if check.fix:
             console.print(f"         fix: {escape(check.fix)}", highlight=False, soft_wrap=True)
+
+
+def print_key_check(found: "KeyCheck", *, json: bool) -> None:
+    """Counts by habit, then what differs, one example a cause, and the whole in one sentence last."""
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    from rich.console import Console
+
+    console = Console()
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{found.model} at {found.url}{found.route}")
+    say(f"here: tokenizer {found.tokenizer}, template {found.template}")
+    _print_table(
+        console,
+        [
+            {
+                "habit": one.habit,
+                "requests": str(one.requests),
+                "same": str(one.same),
+                "refused": str(one.refused),
+                "too long": str(one.too_long),
+                "different": str(one.different),
+            }
+            for one in found.habits
+        ],
+    )
+    for cause in dict.fromkeys(one.cause for one in found.differences):
+        alike = [one for one in found.differences if one.cause == cause]
+        first = alike[0]
+        where = "refused by one side" if first.token is None else f"from token {first.token} on"
+        say(f"{', '.join(one.habit for one in alike)}: likely {cause}")
+        say(f"  for example {first.habit}, a request of {first.messages} messages, {where}:")
+        say(f"    here    {first.here!r}")
+        say(f"    engine  {first.engine!r}")
+    if found.ok:
+        say(f"exact: {found.compared} requests have the same tokens here and at the engine")
+    elif not found.differences:
+        say("nothing was compared: every request was refused, or is longer than the engine's context")
+    else:
+        different = sum(one.different for one in found.habits)
+        say(f"NOT exact: {different} of {found.requests} requests are read differently (seed {found.seed})")
 
 
 def print_reruns(reruns: list[Rerun]) -> None:

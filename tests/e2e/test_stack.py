@@ -61,6 +61,21 @@ def test_up_prints_a_url_a_curl_line_and_how_to_stop(stack):
     assert "engine-1: ready" in started.stderr
 
 
+def test_keys_check_says_whether_an_engine_reads_prompts_as_the_gateway_does(stack, sumibi):
+    engine = endpoint(sumibi, 0)["endpoint"].removesuffix("#0")
+    same = sumibi("keys", "check", "--against", engine, "--conversations", "26")
+    assert same.returncode == 0, same.stdout
+    assert "requests have the same tokens here and at the engine" in same.stdout
+
+    other = sumibi.home / "other.jinja"
+    other.write_text("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}")
+    wrong = sumibi("keys", "check", "--against", engine, "--template", str(other), "--json")
+    assert wrong.returncode == 1
+    found = json.loads(wrong.stdout)
+    assert sum(habit["same"] for habit in found["habits"]) == 0
+    assert "the engine has another template" in found["differences"][0]["cause"]
+
+
 def test_the_printed_curl_line_works(stack, sumibi):
     started, _ = stack
     lines = started.stdout.split("try it:\n")[1].split("\n\n")[0]

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from sumibi import __version__
-from sumibi.cli import machine, measuring, serving
+from sumibi.cli import machine, measuring, prompts, serving
 from sumibi.core.errors import SumibiError
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ app = typer.Typer(
 )
 decisions = typer.Typer(help="Look into recorded routing decisions.", no_args_is_help=True)
 models = typer.Typer(help="Model checkpoints on this machine.", no_args_is_help=True)
+keys = typer.Typer(help="Prompt keys: is a prompt read here as engines read it?", no_args_is_help=True)
 bench = typer.Typer(help="Measure the router against others (simulated fleets).", no_args_is_help=True)
 
 # In the order in which help lists them.
@@ -56,6 +57,8 @@ app.add_typer(decisions, name="decisions")
 decisions.command(short_help="Recompute every pick of a decision log.")(measuring.rerun)
 app.add_typer(models, name="models")
 models.command(short_help="Fetch the built-in model, or check a directory.")(machine.fetch)
+app.add_typer(keys, name="keys")
+keys.command(short_help="Compare with a running engine, token by token.")(prompts.check)
 app.add_typer(bench, name="bench")
 bench.command(name="routing", short_help="Our router against every policy we know, over the whole grid.")(
     measuring.bench_routing

@@ -8,6 +8,7 @@ first brought into the form that vLLM hands to templates (`normalise`): many tem
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -146,6 +147,14 @@ class ChatTemplate:
         and all of those one at the beginning.
         """
         return self._select([{}] if with_tools else None).knows_developers
+
+    def with_content_format(self, content_format: ContentFormat) -> "ChatTemplate":
+        """The same template, given content in this form whatever its source tells; engines have a flag."""
+        other = copy(self)
+        other._compiled = {name: copy(compiled) for name, compiled in self._compiled.items()}
+        for compiled in other._compiled.values():
+            compiled.content_format = content_format
+        return other
 
     def _select(self, tools: Sequence[dict[str, Any]] | None) -> "_Compiled":
         if tools is not None and "tool_use" in self._compiled:
