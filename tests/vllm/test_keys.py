@@ -7,8 +7,10 @@ import pytest
 from vllm_harness import BLOCK, MODEL, Engine, words
 
 from sumibi.core.keys import extend_keys, root_key
+from sumibi.keycheck.checking import check_keys
 from sumibi.prompts.dialects import parse_request
 from sumibi.prompts.keys import PromptGrade, PromptReader
+from sumibi.prompts.samples import conversations
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
 
@@ -150,3 +152,48 @@ def test_what_the_engine_computes_is_what_was_read(engines, reader):
     assert prompt.token_ids == answer["prompt_token_ids"]
     assert prompt.prompt_tokens == answer["usage"]["prompt_tokens"] == 37
     assert answer["choices"][0]["token_ids"] == [504, 3575, 282, 4649, 314, 7042, 30, 2]
+
+
+WHOLE = "{{ messages | tojson }}{{ tools | tojson }}{{ enable_thinking }}{{ reasoning_effort }}"
+"""Shows everything that a template gets to see."""
+FORMS = {
+    "strings": WHOLE,
+    "parts": WHOLE + "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}",
+    "parts in a macro": "{% macro show(it) %}{% for p in it %}{% endfor %}{% endmacro %}"
+    + WHOLE
+    + "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+    "developers": WHOLE + "{{ 'developer' }}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_template_sees_of_any_conversation_what_the_engine_shows_it(engines, tokenizer, form):
+    """Every field of every message, in order, of generated conversations."""
+    template = ChatTemplate({"default": FORMS[form]}, tokenizer.special_tokens)
+    compared = 0
+    for conversation in conversations(65, 4):
+        for length in list(conversation.lengths())[-2:]:
+            body = conversation.body(length, MODEL)
+            asked = parse_request("/v1/chat/completions", json.dumps(body).encode())
+            text = template.render(asked.messages, tools=asked.tools, **asked.template_arguments)
+            ours = tokenizer.encode(text, add_special_tokens=False)
+            if len(ours) >= 4096:
+                continue
+            compared += 1
+            theirs = engines[0].ask("/v1/chat/completions/render", body | {"chat_template": FORMS[form]})
+            assert ours == theirs["token_ids"], (conversation.habit, body)
+    assert compared > 80
+
+
+def test_keys_check_agrees_with_the_engine_and_tells_a_wrong_template(engines, model, tmp_path):
+    options = {"model": None, "tokenizer": model, "seed": 2, "report": lambda *step: None}
+    same = check_keys(engines[0].url, template=None, count=52, **options)
+    assert same.ok, same.differences
+    assert same.route == "/v1/chat/completions/render"
+    wrong = tmp_path / "wrong.jinja"
+    wrong.write_text(TOOLS_TEMPLATE)
+    found = check_keys(engines[0].url, template=wrong, count=52, **options)
+    assert not found.ok
+    causes = {one.habit: one.cause for one in found.differences}
+    assert "has another template" in causes["spaces"]
+    assert "template does not show tools" in causes["tools"]
