@@ -16,6 +16,7 @@ from speaking import (
     COUNT,
     GENERATE,
     GENERATING,
+    HI,
     MESSAGES,
     NAMELESS,
     RESPONSES,
@@ -318,6 +319,35 @@ async def test_without_keys_of_its_own_the_gateway_passes_them_on(lab):
         await it.start()
         await it.ask(MESSAGES, BODIES[MESSAGES], {"x-api-key": "sk-1"})
         assert engine.requests[0].headers["x-api-key"] == "sk-1"
+
+
+async def test_a_conversation_is_tokenised_by_an_engine_as_the_chat_that_it_is(lab):
+    """Without a tokenizer here: one engine is asked, in the words that its /tokenize knows, once a prompt."""
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    found = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+    said = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {**BODIES[MESSAGES], "messages": said, "tools": tools, "thinking": {"type": "disabled"}}
+    async with lab() as it:
+        engine = await it.engine()
+        engine.behave, engine.tokens = answering(), list(range(100))
+        await it.start()
+        for _ in range(2):
+            assert (await it.ask(MESSAGES, body)).status == 200
+        asked = engine.tokenized
+        assert [message["role"] for message in asked["messages"]] == ["user", "assistant", "tool"]
+        assert asked["tools"][0]["function"]["name"] == "f"
+        assert asked["chat_template_kwargs"]["enable_thinking"] is False
+        assert engine.tokenize_calls == 2  # the first one is to see whether it can
+        assert it.gateway.router.decisions(1)[0].prompt_tokens == 100
+        # What its /tokenize cannot know either gets byte keys, and reaches the engine all the same.
+        picture = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}]
+        assert (await it.ask(MESSAGES, {**BODIES[MESSAGES], "messages": picture})).status == 200
+        assert engine.tokenize_calls == 2
+        # Its count is exact, too, and so are those of the gateway.
+        count = {name: value for name, value in body.items() if name != "max_tokens"}
+        assert (await it.ask(COUNT, count)).json == {"input_tokens": 100}
+        assert it.gateway.metrics.token_counts == {"gateway": 1}
 
 
 # -- how long a prompt is
