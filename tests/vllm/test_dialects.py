@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sayings import as_input, as_messages
+from sayings import plain as plain_said
 from vllm_harness import BLOCK, MODEL, Engine, GatewayThread, VllmEnvironment, words
 
 from sumibi.core.keys import extend_keys, root_key
+from sumibi.prompts import samples
 from sumibi.prompts.dialects import PromptRequest, parse_request
 from sumibi.prompts.keys import PromptGrade, PromptReader
 from sumibi.prompts.template import ChatTemplate, UnsupportedContent
@@ -18,6 +21,7 @@ Body = dict[str, Any]
 CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
 SCHEMA: Body = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+GENERATED = 150
 BILLING = "x-anthropic-billing-header: cc_version=1; cch=abc"
 
 
@@ -203,7 +207,7 @@ def plain(messages: list[Body]) -> list[Body]:
 def theirs() -> dict[str, Body]:
     """What vLLM's own code makes of every body, by name."""
     vllm = VllmEnvironment()
-    cases = {f"{path} {name}": {"path": path, "body": body} for name, (path, body) in _all().items()}
+    cases = {name: {"path": path, "body": body} for name, (path, body) in (_all() | _generated()).items()}
     lines = "\n".join(map(json.dumps, cases.values())) + "\n"
     run = subprocess.run(
         [str(vllm.python), str(Path(__file__).with_name("convert_with_vllm.py"))],
@@ -225,10 +229,38 @@ def _all() -> dict[str, tuple[str, Body]]:
     }
 
 
+def _generated() -> dict[str, tuple[str, Body]]:
+    """Made-up conversations, each of them whole, in the words of both."""
+    out: dict[str, tuple[str, Body]] = {}
+    for number, one in enumerate(samples.conversations(GENERATED, 8)):
+        parts = plain_said(one), one.seen_tools, one.arguments
+        for path, say in ((MESSAGES, as_messages), (RESPONSES, as_input)):
+            body = say(*parts)
+            if body is not None:
+                out[f"{path} {number} {one.habit}"] = (path, {"model": MODEL, **body})
+    return out
+
+
+def test_generated_conversations_become_the_chats_that_vllm_makes_of_them(
+    theirs: dict[str, Body], record_property: Any
+) -> None:
+    compared = 0
+    for name, (path, body) in _generated().items():
+        converted = theirs[name]
+        if "refused" in converted:  # by types that are stricter than ours, not by what it means
+            continue
+        compared += 1
+        request = parsed(path, body)
+        assert plain(request.messages) == plain(converted["messages"]), name
+        assert json.dumps(request.tools) == json.dumps(converted["tools"]), name
+    record_property("compared", compared)
+    assert compared > GENERATED
+
+
 @pytest.mark.parametrize("name", _all())
 def test_a_conversation_becomes_the_chat_that_vllm_makes_of_it(theirs, name):
     path, body = _all()[name]
-    converted = theirs[f"{path} {name}"]
+    converted = theirs[name]
     assert "refused" not in converted, converted
     request = parsed(path, body)
     assert plain(request.messages) == plain(converted["messages"])
