@@ -21,7 +21,6 @@ from stack_harness import Sumibi, eventually, free_ports
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT_S = 240
-BLOCK = 32
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +64,11 @@ class Stack:
         eventually(lambda: any(one["request"] == request for one in self.records()))
         (found,) = [one for one in self.records() if one["request"] == request]
         return found
+
+    def requests(self) -> int:
+        """That the gateway has taken."""
+        page = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(int(float(line.split()[-1])) for line in page if line.startswith("sumibi_requests_total"))
 
     def running(self) -> int:
         """Sequences in the steps of both engines."""
