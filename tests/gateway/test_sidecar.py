@@ -5,6 +5,7 @@ import contextlib
 import json
 
 import pytest
+import speaking
 
 from sumibi.core.errors import ConfigError
 from sumibi.gateway import sides
@@ -337,3 +338,27 @@ async def test_a_response_without_input_is_refused_and_other_routes_pass(lab, be
         got = await ask(client_of, sidecar, path="/v1/responses/resp_1", method="GET", headers=named(prefill))
         assert got.status == 404, "the engine's own word"
         assert (prefill.requests, decode.requests) == ([], [])
+
+
+@pytest.mark.parametrize("path", [speaking.MESSAGES, speaking.GENERATE, speaking.COMPLETIONS])
+async def test_pairs_are_run_in_every_dialect(lab, behaviours, client_of, path):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        prefill.behave = behaviours.status(200, {**speaking.WHOLE[path], "kv_transfer_params": PARAMETERS})
+        decode.behave = speaking.answering()
+        body = speaking.BODIES[path]
+        got = await ask(client_of, sidecar, path=path, body=body, headers=named(prefill))
+        assert (got.status, got.json) == (200, speaking.WHOLE[path])
+        assert (prefill.requests[0].path, decode.requests[0].path) == (path, path)
+        assert decode.requests[0].json == {**body, "kv_transfer_params": PARAMETERS}
+        assert (await ask(client_of, sidecar, path="/sidecar/legs")).json == {"nixlv2/ok": 1}
+
+
+async def test_a_count_goes_to_the_decode_engine_as_it_is(lab, behaviours, client_of):
+    async with lab() as it, beside(it, behaviours) as (prefill, decode, sidecar):
+        decode.behave = speaking.answering()
+        body = speaking.BODIES[speaking.COUNT]
+        got = await ask(client_of, sidecar, path=speaking.COUNT, body=body, headers=named(prefill))
+        assert (got.json, prefill.requests) == ({"input_tokens": 7}, [])
+        decode.behave = behaviours.write_then_break(b"")
+        got = await ask(client_of, sidecar, path=speaking.COUNT, body=body)
+        assert speaking.error_of(speaking.COUNT, got.body)[0] == "api_error"
