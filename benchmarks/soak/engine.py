@@ -30,6 +30,8 @@ _TOKENS = 5
 _KEPT_BATCHES = 20_000
 """For replays; vLLM keeps 10,000."""
 _FOREVER_S = 3600.0
+_ARRIVAL_S = 0.25
+"""For what was sent to be read before what follows breaks it."""
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 Body = dict[str, Any]
@@ -99,7 +101,7 @@ async def _begin(body: Body, to: Writer) -> None:
     """The first of an answer, in the form that was asked for."""
     to.write(_STREAM_HEAD + token(0) + token(1) if body.get("stream") else whole(body)[:-10])
     await to.drain()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(_ARRIVAL_S)
 
 
 async def hang(body: Body, to: Writer) -> None:
@@ -149,7 +151,7 @@ async def garbage_chunk(body: Body, to: Writer) -> None:
     """Framing that breaks after the first token."""
     to.write(_STREAM_HEAD + token(0))
     await to.drain()
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(_ARRIVAL_S)
     to.write(b"zz\r\nno chunk\r\n")
 
 
