@@ -90,9 +90,9 @@ def _head(options: argparse.Namespace) -> list[report.Figure]:
         report.statement(
             "load",
             f"{CLIENTS} clients; 15 % of their requests ask an engine for trouble (hangs, resets, garbage,"
-            " false lengths and usage, errors), 5 % come from clients that vanish, half-close, dribble or send"
-            f" garbage; every {FAULT_EVERY_S:g} s on average an engine flaps, restarts, is unwell, or floods,"
-            " loses or garbles KV events, or the gateway is stopped for two seconds",
+            " false lengths and usage, errors), 5 % come from clients that vanish, half-close, dribble or"
+            f" send garbage; every {FAULT_EVERY_S:g} s on average an engine flaps, restarts, is unwell, or"
+            " floods, loses or garbles KV events, or the gateway is stopped for two seconds",
         ),
         report.statement(
             "memory",

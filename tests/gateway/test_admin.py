@@ -68,7 +68,7 @@ async def test_decisions_are_listed_up_to_a_limit(lab):
             await it.ask(body=BODY)
         assert len((await look(it, "/decisions")).json["decisions"]) == 5
         assert len((await look(it, "/decisions?limit=2")).json["decisions"]) == 2
-        for wrong in ("0", "-1", "x", "1001"):
+        for wrong in ("0", "-1", "x", "1001", "9" * 5000):
             assert (await look(it, f"/decisions?limit={wrong}")).status == 400
 
 

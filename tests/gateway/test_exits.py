@@ -113,6 +113,24 @@ async def test_shutdown_lets_requests_finish_and_takes_no_new_ones(lab, behaviou
         it.assert_nothing_is_held()
 
 
+async def test_a_request_under_way_on_a_connection_that_was_to_stay_open_is_answered_during_shutdown(lab):
+    """Its client had no way to know: closing at once would fail it."""
+    async with lab() as it:
+        await it.engine()
+        gateway = await it.start()
+        async with it.client() as client, it.client() as idle:
+            await idle.ask("/health")
+            assert "connection" not in (await client.ask(body=chat())).headers
+            stopping = asyncio.ensure_future(gateway.stop(20.0))
+            await asyncio.sleep(0.05)
+            answer = await client.ask(body=chat())
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await client.closed()
+            assert await idle.closed()  # though not at once
+            await stopping
+        it.assert_nothing_is_held()
+
+
 async def test_what_does_not_finish_in_the_drain_time_ends_with_an_error(lab, behaviours):
     async def begin_and_hang(request, writer):
         if request.json.get("stream"):

@@ -201,6 +201,6 @@ class AdminDoor:
 def _limit(query: bytes) -> int | None:
     """The `limit` of a query, its default if it has none, None if it is no number in range."""
     text = parse_qs(query.decode("latin-1")).get("limit", [str(_DEFAULT_DECISIONS)])[-1]
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_DECISIONS:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MAX_DECISIONS:
         return None
     return int(text)

@@ -29,6 +29,8 @@ _BODY_RATE_BYTES_S = 4096
 """A body earns a second for each so many bytes, beyond the grace that the limits give it."""
 _LOOSE_PIECES = 64
 """Pieces of a body kept as they came; what comes after is merged."""
+_LAST_CALL_S = 1.0
+"""While the server goes down: for a request that is under way on a connection that was to stay open."""
 _LINGER_S = 2.0
 """How long what a refused client still sends is thrown away, so that it can read why."""
 
@@ -201,16 +203,16 @@ class Connection(asyncio.Protocol):
         self._broken_path = ""  # of a broken request that was read to its end
         self._closing = False
         self._reads_paused = False
+        self._said_last = False  # the head of the answer in flight says that the connection closes
 
     # -- what the exchange calls
 
-    @property
-    def last(self) -> bool:
-        """True if the connection closes after the answer in flight: say so in its head."""
+    def is_last(self) -> bool:
+        """True if the connection closes after the answer in flight: whoever asks says so in its head."""
         request = self._in_flight
-        if request is None or not request.keep_alive or self._server.draining:
-            return True
-        return self._broken is not None and not self._queue
+        last = request is None or not request.keep_alive or self._server.draining
+        self._said_last = last or (self._broken is not None and not self._queue)
+        return self._said_last
 
     def writelines(self, pieces: list[bytes]) -> None:
         """Send pieces of an answer; never blocks, `Exchange.client_full` says when to pause."""
@@ -226,14 +228,14 @@ class Connection(asyncio.Protocol):
     ) -> None:
         """Send a whole answer to the request in flight."""
         fields = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *(headers or ())]
-        head = response_head(status, fields, close=self.last)
+        head = response_head(status, fields, close=self.is_last())
         request = self._in_flight
         self.transport.write(head if request is not None and request.method == "HEAD" else head + body)
         self.finished()
 
     def finished(self, *, close: bool = False) -> None:
         """The answer in flight was written to its end: the next request may go, or the connection closes."""
-        last = close or self.last
+        last = close or self._said_last
         request, self._in_flight, self._exchange = self._in_flight, None, None
         if request is not None:
             self._server.buffered_bytes -= request.body_bytes
@@ -262,7 +264,11 @@ class Connection(asyncio.Protocol):
             self._set_deadline(now)
 
     def drain(self) -> None:
-        """The server is going down: close now if nothing is in flight or being read."""
+        """The server is going down: close soon if nothing is in flight or being read."""
+        self._set_deadline(self._server.now())
+
+    def close_idle(self) -> None:
+        """Close now if nothing is in flight or being read."""
         if self._in_flight is None and self._reading is None and not self._queue:
             self._close()
 
@@ -487,7 +493,7 @@ class Connection(asyncio.Protocol):
         if self._in_flight is not None:
             self.deadline = math.inf
         elif self._reading is None:
-            self.deadline = now + limits.keep_alive_s
+            self.deadline = now + (_LAST_CALL_S if self._server.draining else limits.keep_alive_s)
         elif self._head_done:
             self.deadline = self._since + limits.body_s + self._reading.body_bytes / _BODY_RATE_BYTES_S
         else:

@@ -131,6 +131,7 @@ class Gateway:
                 log.warning("%d requests did not finish in time and are cut off", len(unfinished))
             for completion in unfinished:
                 completion.shut_down()
+            self.server.close_idle()
             await self.server.drain(ABORT_S)
             self.server.abort()
         if self.admin_server is not None:

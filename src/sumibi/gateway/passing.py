@@ -94,4 +94,4 @@ class Passing:
         if not framed and not self._one_zero and self._status not in (204, 304):
             self._chunked = True
             fields.append((b"transfer-encoding", b"chunked"))
-        return response_head(self._status, fields, close=self._connection.last)
+        return response_head(self._status, fields, close=self._connection.is_last())

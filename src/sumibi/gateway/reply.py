@@ -133,7 +133,7 @@ class Reply:
         elif not self._one_zero:
             self._chunked = True
             fields.append((b"transfer-encoding", b"chunked"))
-        return response_head(self.status, fields, close=self._connection.last)
+        return response_head(self.status, fields, close=self._connection.is_last())
 
     def cut(self, reason: FinishReason) -> None:
         """End an answer that has begun and will not be whole."""

@@ -73,6 +73,11 @@ class HttpServer:
             await asyncio.sleep(0.05)
         return not self._connections
 
+    def close_idle(self) -> None:
+        """Close connections that nobody waits on."""
+        for connection in list(self._connections):
+            connection.close_idle()
+
     def abort(self) -> None:
         """Cut off every connection."""
         for connection in list(self._connections):

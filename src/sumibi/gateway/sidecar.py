@@ -207,6 +207,7 @@ class Sidecar:
         if not await self.server.drain(grace_s, hurry):
             for completion in list(self.shell.completions.values()):
                 completion.shut_down()
+            self.server.close_idle()
             await self.server.drain(_ABORT_S)
             self.server.abort()
         await asyncio.sleep(0)
