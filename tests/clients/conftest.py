@@ -101,21 +101,21 @@ Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def seen(clients: Path, stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
-    """What the script of a client saw; it runs when it is first asked for."""
+def run_script(clients: Path, stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Seen]:
+    """Run a client's script against the stack, or another gateway; returns what it saw."""
     out = tmp_path_factory.mktemp("seen")
 
-    @cache
-    def run(script: str) -> Seen:
+    def run(script: str, url: str = stack.url, **more: str) -> Seen:
         ended = subprocess.run(
             [clients / "python", SCRIPTS / f"{script}.py", out / f"{script}.json"],
             env={
                 **os.environ,
                 "HOME": str(out),  # what they would read or keep of somebody's settings
-                "CLIENTS_GATEWAY_URL": stack.url,
+                "CLIENTS_GATEWAY_URL": url,
                 "CLIENTS_MODEL": stack.model,
                 "HF_HUB_OFFLINE": "1",
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+                **more,
             },
             capture_output=True,
             text=True,
@@ -124,6 +124,18 @@ def seen(clients: Path, stack: Stack, tmp_path_factory: pytest.TempPathFactory) 
         )
         assert ended.returncode == 0, ended.stderr
         told: Seen = json.loads((out / f"{script}.json").read_text())
+        return told
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def seen(run_script: Callable[..., Seen], stack: Stack) -> Callable[[str], Seen]:
+    """What the script of a client saw; it runs when it is first asked for."""
+
+    @cache
+    def run(script: str) -> Seen:
+        told = run_script(script)
         # A client that leaves is noticed a moment after it did.
         until = time.monotonic() + 10
         while stack.running() and time.monotonic() < until:

@@ -147,6 +147,52 @@ def test_streams_and_chats_tell_the_parameters_too(pair, path):
     pair.idle()
 
 
+HEARTH = [{"role": "user", "content": "A hearth, a kettle, and nobody home. " * 4}]
+KETTLE = [{"role": "user", "content": "A kettle, a hearth, and everybody out. " * 4}]  # a cache knows no API
+SAMPLED = {"temperature": 0, "max_tokens": 6}
+
+
+@pytest.mark.parametrize(
+    ("path", "ask", "limited", "said"),
+    [
+        (
+            "/v1/messages",
+            {"messages": HEARTH, **SAMPLED},
+            {"max_tokens": 1},
+            lambda answer: answer["content"][0]["text"],
+        ),
+        (
+            "/v1/responses",
+            {"input": KETTLE, "temperature": 0, "max_output_tokens": 6},
+            {"max_output_tokens": 1},
+            lambda answer: answer["output"][0]["content"][0]["text"],
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": list(range(3, 150)), "sampling_params": SAMPLED},
+            {"sampling_params": {"temperature": 0, "max_tokens": 1}},
+            lambda answer: answer["choices"][0]["token_ids"],
+        ),
+    ],
+)
+def test_pairs_in_every_dialect(pair, served, path, ask, limited, said):
+    def post(engine, **more):
+        answer = engine.http.post(path, json={"model": engine.name, **ask, **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    alone = post(served)
+    keep = {"do_remote_decode": True, "do_remote_prefill": False}
+    params = post(pair.p, kv_transfer_params=keep, **limited)["kv_transfer_params"]
+    assert set(params) == VLLM_FIELDS
+    changed = Watch(pair.d)
+    apart = post(pair.d, kv_transfer_params=params)
+    assert said(apart) == said(alone)
+    assert "kv_transfer_params" not in apart
+    assert changed("loaded") == params["remote_num_tokens"] - 1
+    pair.idle()
+
+
 def test_only_what_the_decode_side_lacks_travels(pair, served, make_prompt):
     token_ids = make_prompt(next(SEEDS), 300)
     pair.d.complete(token_ids[:100], max_tokens=1)
