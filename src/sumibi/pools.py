@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sumibi.admin import Fleet
-from sumibi.gateway.metrics import TransferView
+from sumibi.gateway.views import TransferView
 from sumibi.routing.events import Role
 from sumibi.routing.views import EndpointView
 

@@ -423,6 +423,7 @@ LEDGER = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("path", GENERATING)
 async def test_every_route_is_in_the_same_ledger(lab, behaviours, path):
     """Whatever the route and however it ends: what was reserved is given back, once, and that is recorded."""

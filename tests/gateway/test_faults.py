@@ -35,6 +35,7 @@ async def two_engines_of_which_the_first_asked_fails(it, fault):
     return gateway
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "fault",

@@ -413,6 +413,7 @@ async def test_a_client_that_leaves_ends_both_halves(lab, pools, behaviours, con
         await kit.settled()
 
 
+@pytest.mark.interpreted
 async def test_a_client_that_leaves_right_after_the_prefill_still_has_its_parameters_delivered(
     lab, pools, behaviours
 ):

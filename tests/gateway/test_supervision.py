@@ -155,6 +155,7 @@ async def test_an_engine_that_moves_its_events_or_drops_a_rank_without_going_dow
         assert list(it.gateway.metrics.endpoints) == [engine.endpoint]
 
 
+@pytest.mark.interpreted
 async def test_a_fault_of_ours_does_not_end_the_following_of_events(lab, monkeypatch):
     monkeypatch.setattr(supervision, "_REBIND_S", 0.01)
     async with lab() as it:

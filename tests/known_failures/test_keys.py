@@ -346,6 +346,7 @@ class Counting:
         monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
 
 
+@pytest.mark.interpreted
 def test_f44_a_long_conversation_costs_what_a_turn_adds(checkpoint, monkeypatch):
     """R#1109, R#1287, R#1342, R#1239, R#1290, R#1906: prompts of 220 KB cost more than a second each, as
     every turn is rendered and tokenised from its beginning. (Times: `benchmarks/prompts`.)

@@ -139,6 +139,7 @@ def order(flow):
     return [one.request.event.request for one in flow.turns()]
 
 
+@pytest.mark.interpreted
 def test_higher_priorities_go_first_and_equal_ones_as_they_came():
     flow = flow_of()
     for number, priority in enumerate([0, 5, -3, 5, 0, 2]):
@@ -146,6 +147,7 @@ def test_higher_priorities_go_first_and_equal_ones_as_they_came():
     assert order(flow) == ["5/1", "5/3", "2/5", "0/0", "0/4", "-3/2"]
 
 
+@pytest.mark.interpreted
 def test_requests_of_a_program_that_is_ahead_go_after_those_that_come_within_its_lead():
     flow = flow_of()
     flow.attained.charge("greedy", 1000, 12.0, 0.0)  # it is 12 s ahead at 0, 8 s at 4
@@ -155,12 +157,14 @@ def test_requests_of_a_program_that_is_ahead_go_after_those_that_come_within_its
     assert order(flow) == ["r2", "r1", "r3"]
 
 
+@pytest.mark.interpreted
 def test_a_lead_costs_no_more_than_the_limit():
     flow = flow_of()
     flow.attained.charge("greedy", 1000, 5000.0, 0.0)
     assert put(flow, "r1", 1.0, program="greedy").turn_t == 1.0 + MOST_HANDICAP_S + SIZE_S
 
 
+@pytest.mark.interpreted
 def test_what_a_program_holds_already_is_before_its_next_request_at_its_share_of_the_pool():
     flow = flow_of()
     # Two endpoints do 2 s of prefill a second. One program alone is due all of it.
@@ -172,6 +176,7 @@ def test_what_a_program_holds_already_is_before_its_next_request_at_its_share_of
     assert order(flow) == ["p1", "q1", "p2", "p3"]
 
 
+@pytest.mark.interpreted
 def test_who_has_less_to_compute_goes_before_others_by_a_bound():
     flow = flow_of()
     assert put(flow, "cold", 0.0, work_s=500.0).turn_t == MOST_HANDICAP_S
@@ -181,6 +186,7 @@ def test_who_has_less_to_compute_goes_before_others_by_a_bound():
     assert order(flow) == ["small", "warm", "cold", "late"]
 
 
+@pytest.mark.interpreted
 def test_those_that_wait_for_the_same_blocks_go_with_the_first_that_computes_them():
     flow = flow_of()
     shared = list(range(1, 101))  # a hundred blocks, of which the homes have the first ten
@@ -197,6 +203,7 @@ def test_those_that_wait_for_the_same_blocks_go_with_the_first_that_computes_the
     assert (other.known_blocks, other.turn_t) == (10, 1.0 + SIZE_S)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("elsewhere_s", "where"), [(0.0, "b"), (20.0, "a")])
 def test_they_follow_it_where_that_is_no_longer_a_wait(elsewhere_s, where):
     flow = flow_of()
@@ -211,6 +218,7 @@ def test_they_follow_it_where_that_is_no_longer_a_wait(elsewhere_s, where):
     assert like.home == where
 
 
+@pytest.mark.interpreted
 def test_what_others_compute_is_no_longer_before_those_of_the_same_program():
     flow = flow_of()
     shared = list(range(1, 100))
@@ -235,6 +243,7 @@ def test_a_shared_prefix_is_computed_once_for_all_who_wait_for_it():
     assert groups == sorted(groups)
 
 
+@pytest.mark.interpreted
 def test_within_a_program_requests_go_as_they_came_even_if_its_lead_is_corrected_meanwhile():
     flow = flow_of()
     flow.attained.charge("p", 1000, 20.0, 0.0)
@@ -244,6 +253,7 @@ def test_within_a_program_requests_go_as_they_came_even_if_its_lead_is_corrected
     assert order(flow) == ["p1", "p2"]
 
 
+@pytest.mark.interpreted
 def test_a_share_is_what_the_pool_was_seen_to_do_while_requests_waited():
     flow = flow_of()
     put(flow, "r1", 0.0)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_lab import REPEATABLE
@@ -53,6 +54,7 @@ def test_what_is_kept_and_in_which_order_it_goes_is_as_block_by_block(limit, ste
         index.check_integrity()
 
 
+@pytest.mark.interpreted
 def test_a_turn_costs_what_it_adds():
     class Counting(BlockIndex):
         added = 0

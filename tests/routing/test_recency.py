@@ -52,6 +52,7 @@ def three():
     return recency
 
 
+@pytest.mark.interpreted
 def test_victims_go_in_order_of_age_and_cost_their_prefill_times_the_chance():
     by_idle = {10.0: 0.2, 9.0: 0.5, 8.0: 1.0}
     recency = look(three(), 10.0, Chances(lambda uses, idle_s: by_idle[idle_s]))
@@ -63,6 +64,7 @@ def test_victims_go_in_order_of_age_and_cost_their_prefill_times_the_chance():
     assert recency.live_blocks == pytest.approx(10 * 0.2 + 20 * 0.5 + 30 * 1.0)
 
 
+@pytest.mark.interpreted
 def test_deeper_blocks_cost_more_to_compute_again():
     recency = Recency(100)
     lies(recency, chain("a", 20), 0.0)
@@ -78,6 +80,7 @@ def test_deeper_blocks_cost_more_to_compute_again():
     assert recency.loss_s(10) == pytest.approx(grown.prefill_s(10 * TOKENS, 10 * TOKENS))
 
 
+@pytest.mark.interpreted
 def test_what_the_engine_has_evicted_is_no_victim_any_more():
     recency = three()
     gone = set(chain("old", 10)[4:])
@@ -88,6 +91,7 @@ def test_what_the_engine_has_evicted_is_no_victim_any_more():
     assert recency.reach(chain("old", 10)) == 4
 
 
+@pytest.mark.interpreted
 def test_of_those_it_has_evicted_whole_the_next_one_is_the_oldest():
     recency = three()
     gone = {*chain("old", 10), *chain("middle", 20)[15:]}
@@ -97,6 +101,7 @@ def test_of_those_it_has_evicted_whole_the_next_one_is_the_oldest():
     assert [recency.reach(chain(name, 30)) for name in ("old", "middle", "young")] == [0, 15, 30]
 
 
+@pytest.mark.interpreted
 def test_blocks_in_use_are_no_victims_and_live():
     recency = three()
     running = recency.begin(chain("old", 10), 5.0)
@@ -111,6 +116,7 @@ def test_blocks_in_use_are_no_victims_and_live():
     assert recency.pinned_blocks == 0
 
 
+@pytest.mark.interpreted
 def test_an_order_is_used_for_a_while():
     recency, asked = three(), Chances()
     look(recency, 10.0, asked)
@@ -120,6 +126,7 @@ def test_an_order_is_used_for_a_while():
     assert len(asked.asked) == 6
 
 
+@pytest.mark.interpreted
 def test_what_went_on_elsewhere_is_asked_for_as_if_it_were_idle_for_ever():
     recency, asked = three(), Chances()
     recency.moved_away([*chain("middle", 20), 7])
@@ -127,6 +134,7 @@ def test_what_went_on_elsewhere_is_asked_for_as_if_it_were_idle_for_ever():
     assert [idle_s for _, idle_s in asked.asked] == [10.0, inf, 8.0]  # the engine's order stays
 
 
+@pytest.mark.interpreted
 def test_what_others_share_has_not_moved_away():
     recency, asked = Recency(100), Chances()
     shared = chain("shared", 10)
@@ -142,6 +150,7 @@ def test_what_others_share_has_not_moved_away():
     assert [idle_s for _, idle_s in asked.asked].count(inf) == 1
 
 
+@pytest.mark.interpreted
 def test_delays_lie_between_those_that_were_computed():
     squares = tuple(busy_s**2 for busy_s in BUSY_S)
     recency = Recency(100)
@@ -156,6 +165,7 @@ def test_delays_lie_between_those_that_were_computed():
     assert recency.delay_s(2 * BUSY_S[-1]) == pytest.approx(2 * 2 * squares[-1])
 
 
+@pytest.mark.interpreted
 def test_only_those_are_waited_for_that_may_return_and_each_once():
     ones = (1.0,) * len(BUSY_S)
     recency = Recency(100)
@@ -167,6 +177,7 @@ def test_only_those_are_waited_for_that_may_return_and_each_once():
     assert recency.delay_s(BUSY_S[2]) == pytest.approx(2.0)
 
 
+@pytest.mark.interpreted
 def test_beyond_those_looked_at_singly_all_are_as_the_last_one():
     recency = Recency(10_000)
     for i in range(SEGMENTS + 50):
@@ -176,6 +187,7 @@ def test_beyond_those_looked_at_singly_all_are_as_the_last_one():
     assert recency.loss_s(2 * (SEGMENTS + 50)) == pytest.approx(0.25 * 0.2 * (SEGMENTS + 50))
 
 
+@pytest.mark.interpreted
 def test_a_new_process_has_nothing():
     recency = look(three(), 10.0)
     recency.clear()

@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_lab import REPEATABLE
@@ -27,6 +28,7 @@ def shared(ours, theirs):
     return count
 
 
+@pytest.mark.interpreted
 @given(
     st.lists(
         st.tuples(

@@ -91,6 +91,7 @@ def test_one_after_another_hit_whatever_was_there_before():
     assert run.summary.token_hit_rate == pytest.approx(run.summary.bound_token_hit_rate)
 
 
+@pytest.mark.interpreted
 def test_a_run_in_which_nothing_moves_is_ended():
     class Deaf(Router):
         def handle(self, event):
@@ -139,6 +140,7 @@ def test_a_queue_of_equal_prompts_waits_as_queueing_theory_says():
         assert run.summary.ttft_mean_s == pytest.approx(expected, rel=0.08)
 
 
+@pytest.mark.interpreted
 def test_littles_law(monkeypatch):
     """Requests seen by scraping = rate of arrival x time that they are seen for."""
     seen: list[tuple[float, int]] = []
@@ -191,6 +193,7 @@ TIERS = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("policy", "below"), [*((policy, {}) for policy in POLICIES), ("cost", TIERS), ("dynamo-kv", TIERS)]
 )
@@ -216,6 +219,7 @@ def test_the_log_of_a_run_replays_to_the_same_decisions(policy, below, monkeypat
     again.check_integrity()
 
 
+@pytest.mark.interpreted
 def test_the_router_knows_the_caches_exactly(monkeypatch):
     routers: list[Router] = []
 
@@ -243,6 +247,7 @@ def test_the_router_knows_the_caches_exactly(monkeypatch):
     routers[0].check_integrity()
 
 
+@pytest.mark.interpreted
 def test_the_router_is_told_constants_that_are_wrong_within_bounds(monkeypatch):
     told: list[LatencyModel] = []
 
@@ -481,6 +486,7 @@ def test_progress_is_told():
     assert [done for done, _ in said] == sorted(done for done, _ in said)
 
 
+@pytest.mark.interpreted
 def test_the_router_sees_a_session_only_if_requests_carry_one(monkeypatch):
     sessions = set()
 

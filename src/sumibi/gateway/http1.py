@@ -176,7 +176,7 @@ def response_head(status: int, headers: list[tuple[bytes, bytes]], *, close: boo
     return b"".join(lines)
 
 
-class Connection(asyncio.Protocol):
+class Connection:  # an asyncio.Protocol in all but its base, which a compiled class cannot have
     """One client connection: reads requests, queues pipelined ones, writes what the exchange gives it.
 
     To answer, call `respond`, or `writelines` as often as needed and then `finished`; `abort` cuts it off.
@@ -470,7 +470,7 @@ class Connection(asyncio.Protocol):
             self._handling = True
             exchange = self._server.handle(request, self)
             self._handling = False
-            if self._in_flight is request:
+            if self._answers(request):
                 self._exchange = exchange
         if self._closing:
             return
@@ -485,6 +485,10 @@ class Connection(asyncio.Protocol):
             else:
                 self.transport.resume_reading()
         self._set_deadline(self._server.now())
+
+    def _answers(self, request: Request) -> bool:
+        """Whether it is still in flight: it may have changed while it was handled (docs/decisions/0029)."""
+        return self._in_flight is request
 
     def _set_deadline(self, now: float) -> None:
         limits = self._server.limits

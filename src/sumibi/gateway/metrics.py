@@ -8,9 +8,8 @@ exported.
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-import msgspec
-
 from sumibi.gateway.agreement import Agreement
+from sumibi.gateway.views import TransferView
 
 _MAX_MODELS = 1000
 _OTHER = "other"
@@ -84,21 +83,6 @@ class ModelCounters:
     def error(self, cause: str) -> None:
         """Count a request that ended in `cause` (one of a closed list)."""
         self.errors[cause] = self.errors.get(cause, 0) + 1
-
-
-class TransferView(msgspec.Struct, frozen=True):
-    """How KV gets to an endpoint and from there, as the gateway will have it and as the engine told."""
-
-    connector: str = ""
-    """Empty: neither the user nor the engine named one."""
-    kv_port: int = 0
-    port_from: str = "usual"
-    """Where the port is from: `said` by the user, `told` by the engine, or `usual` for the connector."""
-    told_role: str = ""
-    """Empty, like the next, and 0: the engine tells nothing."""
-    told_port: int = 0
-    namespace: str = ""
-    secured: bool | None = None
 
 
 @dataclass(slots=True)

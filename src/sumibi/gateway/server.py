@@ -8,6 +8,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
+from typing import cast
 
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.gateway.deadlines import Deadlines
@@ -50,7 +51,9 @@ class HttpServer:
         """Bind and accept. Raises EnvironmentProblem naming the address and the flag that chose it."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: Connection(self), host, port, backlog=_BACKLOG)
+            self._server = await loop.create_server(
+                lambda: cast("asyncio.Protocol", Connection(self)), host, port, backlog=_BACKLOG
+            )
         except OSError as cause:
             used = cause.errno == errno.EADDRINUSE or "in use" in str(cause)
             why = "the port is in use by another program" if used else str(cause)

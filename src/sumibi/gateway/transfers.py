@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from sumibi.core.ids import new_id
 from sumibi.engines.connectors import CONNECTORS, Connector, Values
 from sumibi.engines.discovery import TransferInfo, address_of
-from sumibi.gateway.metrics import TransferView
 from sumibi.gateway.options import EngineOption
+from sumibi.gateway.views import TransferView
 from sumibi.routing.events import Role
 
 

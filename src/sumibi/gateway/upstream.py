@@ -136,8 +136,9 @@ class Upstream:
     async def _connect(self, call: Call) -> None:
         try:
             async with asyncio.timeout(self.timeouts.connect_s):
-                _, connection = await self.loop.create_connection(
-                    lambda: EngineConnection(self), self._host, self._port
+                connection = EngineConnection(self)
+                await self.loop.create_connection(
+                    lambda: cast("asyncio.Protocol", connection), self._host, self._port
                 )
         except TimeoutError:
             call.connecting = None
@@ -150,7 +151,7 @@ class Upstream:
             connection.send(call)
 
 
-class EngineConnection(asyncio.Protocol):
+class EngineConnection:  # as http1.Connection an asyncio.Protocol in all but its base
     """One connection to an engine, serving one call at a time."""
 
     def __init__(self, upstream: Upstream) -> None:

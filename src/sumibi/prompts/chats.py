@@ -34,7 +34,7 @@ _NEWEST = 32
 """Messages from the end at which a known conversation is looked for: more than a turn ever adds."""
 
 
-class ChatStats(msgspec.Struct, kw_only=True):
+class ChatStats(msgspec.Struct):
     """How chats were read, since start."""
 
     seen: int = 0

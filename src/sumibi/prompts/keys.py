@@ -36,7 +36,7 @@ class PromptGrade(StrEnum):
     """Byte-chunk keys, no tokenizer: comparable among themselves only."""
 
 
-class Prompt(msgspec.Struct, kw_only=True):
+class Prompt(msgspec.Struct):
     """What the router needs to know of one request's prompt."""
 
     keys: list[int]
@@ -50,7 +50,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     """Tokens that came from the cache instead of the tokenizer."""
 
 
-class ReaderStats(ChatStats, kw_only=True):
+class ReaderStats(ChatStats):
     """Counts since the reader was made, for metrics and `sumibi doctor`."""
 
     approximate: int = 0

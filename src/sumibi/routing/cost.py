@@ -164,7 +164,7 @@ def price(
     if capacity:
         needed = min(new + below.tokens + output_tokens, capacity)
         on_device = endpoint.resident_blocks() * block_tokens
-        room: float = capacity
+        room = float(capacity)
         kept, freed = on_device, 0
         if lower is not None:
             # What its own tiers below keep is not lost; what is fetched from them leaves them.

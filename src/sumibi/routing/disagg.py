@@ -96,7 +96,7 @@ def share(
         # What comes over the link is not resident yet, but in use in `recency`.
         coming = load.prefill_tokens + load.coming_kv_tokens + answers_tokens
         live_tokens = recency.live_blocks * block_tokens + load.prefill_tokens + answers_tokens
-        room: float = capacity
+        room = float(capacity)
         kept = endpoint.resident_blocks() * block_tokens
         if endpoint.lower is not None:
             room, kept = endpoint.room_tokens(), endpoint.kept_tokens(block_tokens)

@@ -24,9 +24,8 @@ It knows neither keys nor the index, only batches; who applies them clears first
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from enum import Enum
-
-import msgspec
 
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
@@ -51,12 +50,13 @@ class Forget(Enum):
     """Another process answers: they are gone, and with them whatever ran there."""
 
 
-class Step(msgspec.Struct):
+@dataclass(slots=True)
+class Step:
     """What to do, in this order: forget, apply, ask, wake."""
 
     forget: Forget = Forget.NOTHING
     cause: str = ""
-    apply: list[EngineBatch] = msgspec.field(default_factory=list)
+    apply: list[EngineBatch] = field(default_factory=list)
     ask_from: int | None = None
     wake_at: float | None = None
     trusted: bool = False
