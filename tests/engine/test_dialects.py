@@ -140,6 +140,30 @@ def test_tool_use_and_results_in_the_history_are_those_of_a_chat(served):
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == oracle["usage"]["prompt_tokens"]
 
 
+def test_what_agents_send_besides_changes_nothing(served):
+    """Blocks with cache marks, hints and switches, as coding agents send them."""
+    plain = ask(served, "/v1/messages", **ANTHROPIC, max_tokens=9)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    decorated = [
+        {"role": one["role"], "content": [{"type": "text", "text": one["content"], **mark}]}
+        for one in MESSAGES
+    ]
+    got = ask(
+        served,
+        "/v1/messages?beta=true",
+        system=[{"type": "text", "text": SYSTEM, **mark}],
+        messages=decorated,
+        max_tokens=9,
+        metadata={"user_id": "someone"},
+        service_tier="auto",
+        thinking={"type": "disabled"},
+        tool_choice={"type": "none", "disable_parallel_tool_use": True},
+        container=None,
+        mcp_servers=[],
+    )
+    assert got["content"] == plain["content"]
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "said"),
     [
@@ -345,11 +369,11 @@ def test_what_a_render_says_can_be_generated(served):
     assert got.json()["choices"][0]["token_ids"] == chat(served, max_tokens=9)["choices"][0]["token_ids"]
 
 
-def test_a_limit_that_is_not_given_is_the_context(served):
+def test_a_limit_that_is_not_given_is_the_context(make_served):
     asked = {"token_ids": [1] * 10, "sampling_params": {"temperature": 0, "ignore_eos": True}}
-    got = ask(served, "/inference/v1/generate", **asked)
-    limit = served.http.get("/v1/models").json()["data"][0]["max_model_len"]
-    assert got["usage"]["total_tokens"] == limit
+    with make_served(max_model_len=64) as engine:
+        got = ask(engine, "/inference/v1/generate", **asked)
+    assert got["usage"]["total_tokens"] == 64
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ def raw_stream():
     return [event.type for event in client.messages.create(stream=True, **ASKED, **LIMITS)]
 
 
+def beta():
+    got = client.beta.messages.create(betas=["context-1m-2025-08-07"], **ASKED, **LIMITS)
+    return answer_of(got)
+
+
 def two_turns():
     system = told.long_system("anthropic")
     messages: list[Any] = [{"role": "user", "content": "Hello!"}]
@@ -83,6 +88,7 @@ told.main(
         "whole": lambda: ask(**ASKED),
         "streamed": streamed,
         "raw_stream": raw_stream,
+        "beta": beta,
         "two_turns": two_turns,
         "count": count,
         "tools": lambda: ask(

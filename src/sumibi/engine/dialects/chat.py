@@ -58,7 +58,7 @@ class ChatWriter(DoneWriter):
         return out
 
     def usage_event(self) -> bytes:
-        """See `Common`."""
+        """See `DoneWriter`."""
         return event(self._chunk([], self.usage()))
 
     def whole(self, pieces: list[Piece]) -> bytes:

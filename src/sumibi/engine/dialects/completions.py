@@ -45,7 +45,7 @@ class CompletionWriter(DoneWriter):
         return out
 
     def usage_event(self) -> bytes:
-        """See `Common`."""
+        """See `DoneWriter`."""
         return event(self._completion([], self.usage()))
 
     def whole(self, pieces: list[Piece]) -> bytes:

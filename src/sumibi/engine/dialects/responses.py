@@ -153,7 +153,7 @@ class ResponsesWriter(Common):
                 delta = {"delta": piece.text, "logprobs": logprobs}
                 out += self._event("response.output_text.delta", **self._part(), **delta)
             self._said.text += piece.text
-            self._said.logprobs = [*self._said.logprobs, *logprobs]
+            self._said.logprobs.extend(logprobs)
             self._finish = piece.finish
         return out
 
