@@ -203,7 +203,7 @@ TEMPLATES = {
     "inst": INST,
     "parts": PARTS,
 }
-APPEND_ONLY = {"chatml", "tools-block", "dated", "parts"}
+APPEND_ONLY = {"chatml", "tools-block", "merged-results", "dated", "parts"}
 
 KINDS = {
     "byte-level": (

@@ -19,13 +19,16 @@ def test_proofs_are_given_to_append_only_templates(template, habit, append_only)
     growth = Growth(template)
     for tools in (None, TOOLS):
         proof = growth.proof(Rendering(tools, {}, True))
-        assert (proof is not None) == (habit in append_only)
+        roles = [] if proof is None else proof.roles
+        assert ("user" in roles) == (habit in append_only)
+        assert ("tool" in roles) == (habit in {*append_only, "drops-thoughts"})
 
 
 def test_a_proof_holds_for_other_conversations(template, habit, append_only, conversations):
-    if habit not in append_only:
-        return
     growth = Growth(template)
+    if growth.proof(Rendering(None, {}, True)) is None:
+        assert habit not in append_only
+        return
 
     @settings(max_examples=50)
     @given(
@@ -42,6 +45,10 @@ def test_a_proof_holds_for_other_conversations(template, habit, append_only, con
         proof = growth.proof(Rendering(tools, arguments, True))
         seam = [messages[index] for index in seam_of(messages[:HEAD_MESSAGES], known)]
         grown = growth.grown(seam, messages[known:], Rendering(tools, arguments, True))
+        roles = [message["role"] for message in messages]
+        if roles[known - 1] == roles[known] == "tool" or not set(roles[known:]) <= set(proof.roles):
+            assert grown is None
+            return
         before = template.render(messages[:known], tools=tools, add_generation_prompt=False, **arguments)
         whole = template.render(messages, tools=tools, **arguments)
         assert before + grown == whole
@@ -60,12 +67,6 @@ HABITS = {
     "repeats the last user message": (
         BASE + "{{ (messages | selectattr('role', 'eq', 'user') | list | last).content }}"
     ),
-    "remembers whether a tool was ever used": (
-        "{% set ns = namespace(tool=false) %}"
-        + EACH
-        + "{% if m.role == 'tool' %}{% set ns.tool = true %}{% endif %}"
-        "{% if ns.tool and m.role == 'user' %}!{% endif %}{% endfor %}"
-    ),
     "prompts by the last role": BASE + "{% if add_generation_prompt %}{{ messages[-1].role }}{% endif %}",
     "refuses everything": "{{ raise_exception('no') }}",
     "wants one message": EACH + "{% if not loop.last %}{{ raise_exception('one') }}{% endif %}{% endfor %}",
@@ -75,6 +76,31 @@ HABITS = {
 @pytest.mark.parametrize("source", HABITS.values(), ids=HABITS.keys())
 def test_no_proof_for_a_template_that(source):
     assert Growth(ChatTemplate({"default": source})).proof(Rendering(None, {}, True)) is None
+
+
+REMEMBERS = (
+    "{% set ns = namespace(tool=false) %}"
+    + EACH
+    + "{% if m.role == 'tool' %}{% set ns.tool = true %}{% endif %}"
+    "{% if ns.tool and m.role == 'user' %}!{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_may_be_append_only_until_a_user_speaks():
+    growth = Growth(ChatTemplate({"default": REMEMBERS}))
+    rendering = Rendering(None, {}, True)
+    assert growth.proof(rendering).roles == ["assistant", "tool"]
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    assert growth.grown([user], [answer], rendering) == "b"
+    assert growth.grown([user, answer], [user], rendering) is None
+
+
+def test_nothing_is_said_of_a_place_between_two_results():
+    growth = Growth(ChatTemplate({"default": BASE}))
+    rendering = Rendering(None, {}, True)
+    user, result = {"role": "user", "content": "a"}, {"role": "tool", "content": "b"}
+    assert growth.grown([user, result], [result, user], rendering) is None
+    assert growth.grown([user], [result, result, user], rendering) == "<|tool|>b<|tool|>b<|user|>a"
 
 
 def test_a_template_may_be_append_only_for_some_arguments():

@@ -8,10 +8,11 @@ stand-in without the new ones renders is cut off the front.
 
 Whether a template is like that cannot be read off its source, so it is tried (`Growth.proof`): scripts
 with everything that makes templates look back or ahead (thinking, tool calls and their results,
-consecutive messages of one role, with and without a system prompt), cut at every place, each rendered
-whole and grown. Proofs are per use: with or without tools, and for each set of template arguments.
-Message content could still matter in a way that no script shows, which is why `sumibi.prompts.chats` checks
-a share of what it recognised.
+consecutive messages of one role, with and without a system prompt), cut at every place at which an agent
+would ask, each rendered whole and grown. Proofs are per use: with or without tools, and for each set of
+template arguments. Templates that drop old thoughts when a user speaks get a proof for what comes between
+users, which is most of what an agent adds. Message content could still matter in a way that no script
+shows, which is why `sumibi.prompts.chats` checks a share of what it recognised.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class Proof(NamedTuple):
 
     generation_prompt: str
     """What `add_generation_prompt` appends, whatever the messages."""
+    roles: Sequence[str]
+    """New messages may have these."""
 
 
 class Growth:
@@ -75,11 +78,25 @@ class Growth:
         `seam` are the messages named by `seam_of`. Only for renderings with a proof. None when the
         messages are beyond what the proof covers.
         """
-        return self._grown(seam, new, rendering) if self._covers(seam, new, rendering) else None
+        proof = self.proof(rendering)
+        if proof is None or not self._covers(seam, new, rendering, proof.roles):
+            return None
+        return self._grown(seam, new, rendering)
 
-    def _covers(self, seam: Sequence[Message], new: Sequence[Message], rendering: Rendering) -> bool:
-        """Whether a proof says anything about these messages."""
-        if any(message.get("role") not in _PROVED_ROLES for message in (*seam, *new)):
+    def _covers(
+        self, seam: Sequence[Message], new: Sequence[Message], rendering: Rendering, roles: Sequence[str]
+    ) -> bool:
+        """Whether a proof for new messages of these roles says anything about these messages.
+
+        It says nothing of a place between two results of tools: nobody asks there, and templates that put
+        results in a row into one turn close that turn where the last one ends.
+        """
+        before, after = seam[-1].get("role"), new[0].get("role")
+        if before == after == "tool":
+            return False
+        if any(message.get("role") not in roles for message in new):
+            return False
+        if any(message.get("role") not in _PROVED_ROLES for message in seam):
             return False
         return not self._moves_to_the_front(seam, new, rendering)
 
@@ -111,14 +128,16 @@ class Growth:
         )
 
     def _prove(self, rendering: Rendering) -> Proof | None:
-        prompts: set[str] = set()
-        for script in _SCRIPTS:
-            if not self._holds(script, rendering, prompts):
-                return None
-        return Proof(prompts.pop()) if len(prompts) == 1 else None
+        for roles in (_PROVED_ROLES, _BETWEEN_USERS):
+            prompts: set[str] = set()
+            if all(self._holds(script, rendering, roles, prompts) for script in _SCRIPTS):
+                return Proof(prompts.pop(), roles) if len(prompts) == 1 else None
+        return None
 
-    def _holds(self, script: list[Message], rendering: Rendering, prompts: set[str]) -> bool:
-        """Try one script; collects the generation prompts seen.
+    def _holds(
+        self, script: list[Message], rendering: Rendering, roles: Sequence[str], prompts: set[str]
+    ) -> bool:
+        """Try one script, grown by messages of these roles; collects the generation prompts seen.
 
         Beginnings of the script that the template refuses are passed over: a conversation that contains
         one will never be known.
@@ -134,7 +153,7 @@ class Growth:
                 if known not in closed:
                     continue
                 seam = [script[index] for index in seam_of(script[:HEAD_MESSAGES], known)]
-                if not self._covers(seam, script[known:length], rendering):
+                if not self._covers(seam, script[known:length], rendering, roles):
                     continue
                 grown = self._grown(seam, script[known:length], rendering)
                 if grown is None or closed[known] + grown != whole:
@@ -227,3 +246,5 @@ _SCRIPTS: list[list[Message]] = [
 ]
 _PROVED_ROLES = sorted({str(message["role"]) for script in _SCRIPTS for message in script})
 """A list: a client's role may be anything JSON has, also what cannot be looked up in a set."""
+_BETWEEN_USERS = ["assistant", "tool"]
+"""What an agent adds until a user speaks again."""
