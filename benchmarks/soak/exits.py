@@ -437,6 +437,7 @@ class World:
             self.wires.remove(wire)
             wire.closed = True
             wire.connection.connection_lost(None)
+            del wire.connection  # as transports do
 
     def _used(self, record: Any) -> None:
         self.usage_records += 1

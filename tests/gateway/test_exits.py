@@ -1,8 +1,10 @@
 """Every way out of a request gives back all that it held; shutdown drains."""
 
 import asyncio
+import gc
 import json
 import random
+import weakref
 
 from sumibi.gateway.options import Timeouts
 
@@ -151,3 +153,45 @@ async def test_what_does_not_finish_in_the_drain_time_ends_with_an_error(lab, be
         assert json.loads(answer.events[-1])["error"]["code"] == "rejected-shutting-down"
         it.assert_nothing_is_held()
         assert engine.lost_clients == 2
+
+
+async def test_what_is_over_is_freed_without_waiting_for_a_collection(lab, behaviours):
+    """Everything is looked through every ten minutes only: what waits for that is a leak of that size."""
+    begun = behaviours.stream_head + behaviours.chunk(behaviours.token_event("a"))
+
+    async def cut(request, writer):
+        writer.write(begun)
+        await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+    async with lab() as it:
+        engine = await it.engine()
+        gateway = await it.start(timeouts=Timeouts(upstream_idle_s=0.1), scrape_interval_s=10.0)
+        seen = []
+
+        async def one(behave, *, leave):
+            engine.behave = behave
+            async with it.client() as client:
+                asked = asyncio.ensure_future(client.ask(body=chat(stream=True)))
+                served = len(engine.requests)
+                await it.until(lambda: len(engine.requests) > served or asked.done())
+                whole = (*gateway.server._connections, *gateway.shell.completions.values())
+                seen.extend(map(weakref.ref, (*whole, *gateway._deadlines.waiting)))
+                if leave:
+                    asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                await one(behaviours.well, leave=False)
+                await one(cut, leave=False)
+                await one(behaviours.hang, leave=True)
+            await it.until(lambda: not gateway._deadlines.waiting)
+            await asyncio.sleep(0.05)
+            assert len(seen) > 30
+            alive = [ref() for ref in seen if ref() is not None]
+            assert not alive, [type(each).__name__ for each in alive]
+        finally:
+            gc.enable()

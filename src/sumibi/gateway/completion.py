@@ -502,6 +502,7 @@ class Completion:
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:
         self._over = True
         self._drop_pair()
+        self._kept = None
         self._left_queue(_QUEUE_OUTCOMES.get(reason, "failed"))
         self._shell.over(self, reason, usage)
 
