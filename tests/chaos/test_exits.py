@@ -1,8 +1,10 @@
 """Mixed exits without sockets, counted by an oracle of its own; a million of them: `make soak`."""
 
+import pytest
 from benchmarks.soak.exits import run
 
 
+@pytest.mark.interpreted
 def test_ten_thousand_mixed_exits_give_every_part_back_exactly_once():
     found = run(10_000, seed=3)
     assert found["exits"] >= 10_000

@@ -318,7 +318,7 @@ class Connection:  # an asyncio.Protocol in all but its base, which a compiled c
         self._in_flight = self._reading = None
         self._queue.clear()
         self._server.closed(self)
-        del self._parser  # it holds us in a cycle, which a collector might find in ten minutes
+        self._parser = None  # it holds us in a cycle, which a collector might find in ten minutes
 
     def pause_writing(self) -> None:
         """The client reads too slowly."""

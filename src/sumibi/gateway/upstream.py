@@ -278,7 +278,7 @@ class EngineConnection:  # as http1.Connection an asyncio.Protocol in all but it
             if self in self._upstream.idle:
                 self._upstream.idle.remove(self)
         self._lost(f"the connection to the engine broke: {exc or 'closed'}")
-        del self._parser  # it holds us in a cycle, which a collector might find in ten minutes
+        self._parser = None  # it holds us in a cycle, which a collector might find in ten minutes
 
     # -- httptools callbacks
 
