@@ -15,6 +15,7 @@
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+MINUTES ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -78,9 +78,15 @@ class Client:
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: dict[str, Any], within_s: float = 30.0) -> Seen:
-        """Send a request and read its answer to the end. Raises TimeoutError."""
+        """Send a request and read its answer to the end. Raises TimeoutError.
+
+        A kept connection may be closed by the server just as a request is sent on it: then, as HTTP clients
+        do, it is sent again on a new one.
+        """
         async with asyncio.timeout(within_s):
-            return await self._ask(body)
+            kept = self._open is not None
+            seen = await self._ask(body)
+            return await self._ask(body) if seen.refused and kept else seen
 
     def close(self) -> None:
         """Close the connection."""
