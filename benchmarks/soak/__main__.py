@@ -281,7 +281,8 @@ def growth(samples: list[Sample]) -> float:
 
 
 def _start_exits(options: argparse.Namespace, home: Path) -> "subprocess.Popen[bytes]":
-    command = ["nice", sys.executable, "-m", "benchmarks.soak.exits", str(options.exits), str(options.seed)]
+    command = ["nice", sys.executable, "-m", "benchmarks.soak.exits"]
+    command += ["--exits", str(options.exits), "--seed", str(options.seed)]
     with (home / "exits.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 

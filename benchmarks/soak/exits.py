@@ -1,5 +1,5 @@
 """Mixed exits by the hundred thousand: clients and engines without sockets around the real gateway, in a time
-of their own. `python -m benchmarks.soak.exits [COUNT] [SEED]`; a million takes some ten minutes.
+of their own. A million takes some ten minutes.
 
 Real are: `http1`, `app`, `completion`, `reply`, `pairs`, `shell`, the router. Made up are the ways in and out
 and the clock. At every step something happens to somebody: a request comes, an engine says a little more or
@@ -10,13 +10,13 @@ and what comes out of it, in the words of the design: a part for the prefill unt
 decoding until the end. It never looks at the ledger; both are compared on the way, endpoint by endpoint.
 """
 
+import argparse
 import asyncio
 import heapq
 import itertools
 import json
 import logging
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -511,9 +511,17 @@ def run(exits: int, seed: int, report: Callable[[str], None] = lambda said: None
     return dict(total)
 
 
-if __name__ == "__main__":
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+def main() -> None:
+    """Play, and say what happened."""
+    known = argparse.ArgumentParser(prog="python -m benchmarks.soak.exits", description=__doc__)
+    known.add_argument("--exits", type=int, default=1_000_000, help="[default: 1000000]")
+    known.add_argument("--seed", type=int, default=1, help="of everything that is drawn [default: 1]")
+    options = known.parse_args()
     began = time.monotonic()
-    found = run(count, int(sys.argv[2]) if len(sys.argv) > 2 else 1, lambda said: print(said, flush=True))
+    found = run(options.exits, options.seed, lambda said: print(said, flush=True))
     print(json.dumps(found, indent=1))
     print(f"nothing is left; {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
