@@ -75,7 +75,7 @@ test-vllm: $(VENV)/installed-dev setup  ## tests against real vLLM servers (afte
 
 clients: $(CLIENTS_VENV)/installed  ## an environment with the clients that people use, apart from ours (1.7 GB)
 
-test-clients: $(VENV)/installed-dev setup  ## tests with real clients (after `make clients`; a few minutes); writes out/clients.xml
+test-clients: $(VENV)/installed-dev setup  ## tests with real clients (after `make clients`; under 15 minutes); writes out/clients.xml
 	@CLIENTS_VENV=$(abspath $(CLIENTS_VENV)) $(BIN)/python -m pytest tests/clients --junitxml=out/clients.xml
 
 .PHONY: compiled test-compiled

@@ -113,6 +113,7 @@ def test_responses_without_memory_say_so(seen):
 def test_anthropic_s_client_counts_tokens_and_gets_every_event(seen):
     found = seen("anthropic_messages")
     assert found["count"] == found["whole"]["prompt_tokens"]
+    assert found["request_id"] == "anthropic-named"
     assert whole(found["beta"])["text"] == found["whole"]["text"]
     events = found["raw_stream"]
     assert events[:2] == ["message_start", "content_block_start"]

@@ -49,6 +49,11 @@ def beta():
     return answer_of(got)
 
 
+def request_id():
+    asked = ASKED | {"extra_headers": {"X-Request-Id": "anthropic-named"}}
+    return client.messages.create(**asked, **LIMITS)._request_id
+
+
 def two_turns():
     system = told.long_system("anthropic")
     messages: list[Any] = [{"role": "user", "content": "Hello!"}]
@@ -89,6 +94,7 @@ told.main(
         "streamed": streamed,
         "raw_stream": raw_stream,
         "beta": beta,
+        "request_id": request_id,
         "two_turns": two_turns,
         "count": count,
         "tools": lambda: ask(
