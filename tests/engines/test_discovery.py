@@ -112,6 +112,18 @@ async def test_tiers_below_the_device_are_told_beside_the_events():
     assert rank.kv_bytes_per_token == 23040
 
 
+async def test_numbers_of_a_tier_that_cannot_be_are_not_known():
+    """A speed below zero would be a fetch that takes less than no time."""
+    tiers = [
+        {"name": "a", "tokens": -5, "gb_per_s": -1.0, "latency_s": -1.0},
+        {"name": "b", "tokens": 0, "gb_per_s": 1e308, "latency_s": 1e308},
+    ]
+    known = routes() | {"/kv_event_sources": (200, json.dumps({"0": {"kv_tiers": tiers}}).encode())}
+    async with engine(known) as url:
+        (rank,) = (await discover(url)).ranks
+    assert rank.tiers == (TierInfo("a"), TierInfo("b"))
+
+
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])
 async def test_answers_are_read_in_every_framing(framing):
     async with engine(routes(), framing=framing) as url:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+import fuzz_engines
 import fuzz_http
 import fuzz_words
 
@@ -16,6 +17,7 @@ TARGETS: dict[str, Target] = {
     "answers": fuzz_words.answers,
     "kv-events": fuzz_words.kv_events,
     "connector-replies": fuzz_words.replies,
+    "engines": fuzz_engines.engines,
     "metrics-pages": fuzz_words.pages,
     "blocks": fuzz_words.blocks,
 }

@@ -100,7 +100,9 @@ def _fuzz(name: str, arguments: list[str]) -> int:
     """In the process of one target; does not come back."""
     import atheris
 
-    with atheris.instrument_imports(include=["sumibi", "h11", "fuzz_http", "fuzz_words", "fuzz_bytes"]):
+    with atheris.instrument_imports(
+        include=["sumibi", "h11", "fuzz_bytes", "fuzz_engines", "fuzz_http", "fuzz_words"]
+    ):
         from fuzz_targets import TARGETS
     atheris.Setup([sys.argv[0], *arguments], TARGETS[name])
     atheris.Fuzz()

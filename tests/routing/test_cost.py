@@ -323,3 +323,13 @@ def test_on_an_idle_fleet_whoever_shares_a_beginning_goes_where_it_is():
     for i in range(40):
         made.t += 20.0
         assert made.run(f"fork {i}", system + prompt(f"fork {i}", 2 * BLOCK)) == home
+
+
+def test_a_prompt_of_no_tokens_is_placed_beside_requests_that_decode():
+    """`{"prompt": ""}` is a request, too."""
+    it = Lab()
+    it.up("a", "b", kv_tokens=1600)
+    for number, tokens in enumerate((320, 320, 0, 960, 0, 0)):
+        it.ask(f"r{number}", prompt(f"r{number}", tokens))
+        it.first(f"r{number}", dt=0.1)
+        assert len(it.candidates(f"r{number}")) == 2

@@ -133,6 +133,21 @@ class _EventConfig(msgspec.Struct):
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
+_MOST_GB_PER_S = 1e6
+_MOST_LATENCY_S = 3600.0
+
+
+def _believed(tier: TierInfo) -> TierInfo:
+    """A tier without numbers that cannot be: a speed below zero would draw every request there."""
+    speed, latency_s, tokens = tier.gb_per_s, tier.latency_s, tier.tokens
+    return msgspec.structs.replace(
+        tier,
+        tokens=tokens if tokens is not None and tokens > 0 else None,
+        gb_per_s=speed if speed is not None and 0 < speed <= _MOST_GB_PER_S else None,
+        latency_s=latency_s if latency_s is not None and 0 <= latency_s <= _MOST_LATENCY_S else None,
+    )
+
+
 def endpoint_id(url: str, rank: int = 0) -> str:
     """The canonical id of one rank of the engine at `url`."""
     parts = urlsplit(url)
@@ -188,7 +203,7 @@ async def discover(url: str, *, timeout_s: float = 5.0) -> EngineInfo:
                 rank=rank,
                 signals=parse_signals(page, rank=rank, ranks=ranks),
                 events=_events(sources.get(rank), host),
-                tiers=sources[rank].kv_tiers if rank in sources else (),
+                tiers=tuple(map(_believed, sources[rank].kv_tiers)) if rank in sources else (),
                 kv_bytes_per_token=sources[rank].kv_bytes_per_token if rank in sources else None,
                 prefetches=rank in sources and sources[rank].kv_prefetch,
             )

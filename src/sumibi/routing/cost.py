@@ -191,7 +191,9 @@ def price(
         # Never more than to compute the whole prompt, beside as many as decode at an endpoint on average.
         whole_s = prompt_tokens * (start.b_s + start.q_s / 2 * prompt_tokens) * work_factor
         most_s = whole_s * (1.0 + DECODE * spread.inflight)
-        followers_s = new / prompt_tokens * min(company_s(spread.inflight + 1.0, followed) * steps_s, most_s)
+        followers_s = (
+            new / max(prompt_tokens, 1) * min(company_s(spread.inflight + 1.0, followed) * steps_s, most_s)
+        )
         if forks and more > FREE_FORK:
             followers_s = max(followers_s, min(company_s(spread.inflight, followed) * steps_s, most_s))
         balance_s += followers_s
