@@ -225,7 +225,7 @@ SPACED = [" a", "a  b", "<s> a", "<s>a</s> b", "</s>", "▁a", "the cache"]
 
 @pytest.mark.parametrize("legacy", [True, False, None])
 @pytest.mark.parametrize("prefix", [True, False, None])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "a-new-one"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_a_llama_tokenizer_is_what_transformers_makes_of_its_class_and_model_type(
     checkpoint, tmp_path, transformers_tokenizer, model_type, legacy, prefix
 ):
@@ -287,3 +287,14 @@ def test_a_broken_list_of_tokens_is_an_error(checkpoint, tmp_path, wrong):
     directory = reconfigured(checkpoint, tmp_path, "byte-level", added_tokens_decoder=wrong)
     with pytest.raises(ModelError, match="added_tokens_decoder is no object of tokens by their ids"):
         Tokenizer.load(directory)
+
+
+@pytest.mark.parametrize("model_type", ["a-new-one", ["llama"], 3])
+def test_a_model_type_that_nobody_knows_is_none_that_takes_the_file(checkpoint, tmp_path, model_type):
+    directory = reconfigured(
+        checkpoint, tmp_path, "prepend", model_type=model_type, tokenizer_class="LlamaTokenizer", legacy=True
+    )
+    expected = Tokenizer.load(checkpoint("llama-legacy"))
+    for text in SPACED:
+        ids = Tokenizer.load(directory).encode(text, add_special_tokens=False)
+        assert ids == expected.encode(text, add_special_tokens=False)

@@ -34,7 +34,7 @@ def build_anew(backend: tokenizers.Tokenizer, config: dict[str, Any], model_type
     `config` is `tokenizer_config.json`, `model_type` that of `config.json` (None if there is none).
     """
     named = str(config.get("tokenizer_class") or "").removesuffix("Fast")
-    if named != "LlamaTokenizer" or model_type in _TAKEN_AS_FILED:
+    if named != "LlamaTokenizer" or str(model_type) in _TAKEN_AS_FILED:
         return
     if not isinstance(backend.model, tokenizers.models.BPE) or "ByteLevel" in str(backend.pre_tokenizer):
         return  # byte-level, and called Llama by mistake: transformers' own rules would garble every text
