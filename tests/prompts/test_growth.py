@@ -103,6 +103,14 @@ def test_nothing_is_said_of_a_place_between_two_results():
     assert growth.grown([user], [result, result, user], rendering) == "<|tool|>b<|tool|>b<|user|>a"
 
 
+def test_new_messages_that_come_to_nothing_add_only_the_generation_prompt():
+    growth = Growth(
+        ChatTemplate({"default": BASE + "{% if add_generation_prompt %}<|assistant|>{% endif %}"})
+    )
+    user = {"role": "user", "content": "a"}
+    assert growth.grown([user], [], Rendering(None, {}, True)) == "<|assistant|>"
+
+
 def test_a_template_may_be_append_only_for_some_arguments():
     source = BASE + "{% if count is defined %}{{ messages | length }}{% endif %}"
     growth = Growth(ChatTemplate({"default": source}))

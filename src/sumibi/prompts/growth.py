@@ -91,8 +91,8 @@ class Growth:
         It says nothing of a place between two results of tools: nobody asks there, and templates that put
         results in a row into one turn close that turn where the last one ends.
         """
-        before, after = seam[-1].get("role"), new[0].get("role")
-        if before == after == "tool":
+        around = [message.get("role") for message in (*seam[-1:], *new[:1])]  # new ones may say nothing
+        if around == ["tool", "tool"]:
             return False
         if any(message.get("role") not in roles for message in new):
             return False
