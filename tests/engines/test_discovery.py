@@ -171,6 +171,29 @@ async def test_an_engine_that_does_not_answer_is_given_up():
     server.close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n",
+        b"\x00\xff\r\n\r\n",
+        b"",
+    ],
+    ids=["another protocol", "short", "no last chunk", "garbage", "nothing"],
+)
+async def test_what_is_no_whole_answer_is_none(answer):
+    async def serve(reader, writer):
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    with pytest.raises(EngineUnavailable):
+        await ask("127.0.0.1", server.sockets[0].getsockname()[1], "/metrics")
+    server.close()
+
+
 async def test_an_answer_without_end_is_given_up():
     async def endless(reader, writer):
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")

@@ -28,7 +28,12 @@ class _Reader:
         self.status = 0
         self.body: list[bytes] = []
         self.complete = False
+        self.framed = False
+        """The head says where the body ends."""
         self.parser = httptools.HttpResponseParser(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.framed = self.framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
         self.status = self.parser.get_status_code()
@@ -47,7 +52,7 @@ async def ask(host: str, port: int, path: str, *, body: bytes | None = None, tim
             return await _exchange(host, port, path, body)
     except TimeoutError as cause:
         raise EngineUnavailable(f"http://{host}:{port}{path} did not answer in {timeout_s:g} s") from cause
-    except (OSError, httptools.HttpParserError) as cause:
+    except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade) as cause:
         raise EngineUnavailable(f"http://{host}:{port}{path}: {cause or type(cause).__name__}") from cause
 
 
@@ -70,8 +75,8 @@ async def _exchange(host: str, port: int, path: str, body: bytes | None) -> Repl
             if received > _MAX_ANSWER_BYTES:
                 raise EngineUnavailable(f"http://{host}:{port}{path}: the answer is too long")
             answer.parser.feed_data(data)
-        if answer.status == 0:
-            raise EngineUnavailable(f"http://{host}:{port}{path}: closed without an answer")
+        if answer.status == 0 or (answer.framed and not answer.complete):
+            raise EngineUnavailable(f"http://{host}:{port}{path}: closed without a whole answer")
         return Reply(answer.status, b"".join(answer.body))
     finally:
         writer.close()
