@@ -7,10 +7,11 @@ changes the numbers in a block: model, weight version, dtype, block size, layout
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Final
 
 from sumibi.core.keys import pack_tokens
 
-CONTENT_ID_BYTES = 16
+CONTENT_ID_BYTES: Final = 16
 
 
 def content_root(namespace: str, *, salt: str = "") -> bytes:

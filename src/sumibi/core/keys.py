@@ -10,10 +10,11 @@ xxh3_64 over the length-prefixed separators. Gateway, event feed and simulator s
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-DEFAULT_BLOCK_TOKENS = 32
+DEFAULT_BLOCK_TOKENS: Final = 32
 """Router block size when a model's engines do not say theirs."""
 
 

@@ -4,6 +4,7 @@ read it here, so that what one takes the other takes, too.
 
 import re
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 from sumibi.core.errors import ConfigError
@@ -11,8 +12,8 @@ from sumibi.core.errors import ConfigError
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 _SHOWN = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
-STORE_TIMEOUT_S = 5.0
-STORE_TIMEOUT_MOST_S = 3600.0
+STORE_TIMEOUT_S: Final = 5.0
+STORE_TIMEOUT_MOST_S: Final = 3600.0
 
 
 def parse_bytes(value: int | str, where: str, *, least: int = 1) -> int:

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 from urllib.parse import parse_qs
 
 import msgspec
@@ -26,9 +27,9 @@ from sumibi.routing.decisions import Decision, Outcome
 from sumibi.routing.router import Router
 from sumibi.routing.views import Counters, EndpointView
 
-_MAX_DECISIONS = 1000
-_DEFAULT_DECISIONS = 100
-_MIN_KEY = 16
+_MAX_DECISIONS: Final = 1000
+_DEFAULT_DECISIONS: Final = 100
+_MIN_KEY: Final = 16
 
 
 class Fleet(msgspec.Struct):

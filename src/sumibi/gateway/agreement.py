@@ -6,9 +6,11 @@ sums: cached tokens foreseen beside those that engines report. They differ by ch
 clients), but not by a factor of ten over many prompts.
 """
 
-ENOUGH_TOKENS = 16_384
+from typing import Final
+
+ENOUGH_TOKENS: Final = 16_384
 """Cached tokens, foreseen or reported, before anything is concluded."""
-APART = 0.1
+APART: Final = 0.1
 """The lesser of the two sums is below this share of the greater: they disagree."""
 MEMORY_TOKENS = 16 * ENOUGH_TOKENS
 """When the greater sum passes this, both are halved: the latest requests count most."""

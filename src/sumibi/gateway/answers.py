@@ -9,19 +9,20 @@ and the record says that it is an estimate.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
 from sumibi.gateway.readings import Reading, Said, Usage
 from sumibi.gateway.rewriting import Cached, events_with_cached, with_cached
 
-_EVENT_END = b"\n\n"
-_CRLF_EVENT_END = b"\r\n\r\n"
-_MAX_HELD_BYTES = 256 * 1024
+_EVENT_END: Final = b"\n\n"
+_CRLF_EVENT_END: Final = b"\r\n\r\n"
+_MAX_HELD_BYTES: Final = 256 * 1024
 """An unfinished event longer than this is passed on as it is."""
-_MAX_JSON_BYTES = 8 * 1024 * 1024
+_MAX_JSON_BYTES: Final = 8 * 1024 * 1024
 """Longer answers without streaming are passed through and their usage is not read."""
-_LAST_EVENTS = 4
+_LAST_EVENTS: Final = 4
 """How many of the last events are searched for usage, for an error, and for why it ended."""
 _ERROR_WORD = b'"error"'
 """Stands in every event that says that the engine cannot go on, in any dialect."""

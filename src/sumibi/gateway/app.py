@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Final
 
 import msgspec
 
@@ -25,9 +26,9 @@ from sumibi.gateway.terms import terms_of
 from sumibi.prompts.dialects import DIALECTS, Dialect, PromptRequest, parse_request
 from sumibi.prompts.keys import Prompt
 
-_MAX_REQUEST_ID = 128
-_SHOWN_MODELS = 10
-_MAX_MODEL_NAME = 256
+_MAX_REQUEST_ID: Final = 128
+_SHOWN_MODELS: Final = 10
+_MAX_MODEL_NAME: Final = 256
 """Longer names are not those of engines; they are in no answer and no log."""
 _ID_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.:")
 

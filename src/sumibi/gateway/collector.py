@@ -10,11 +10,12 @@ What becomes a cycle of garbage after that waits for an idle moment.
 import asyncio
 import gc
 from collections.abc import Callable
+from typing import Final
 
-YOUNG_S = 1.0
-FULL_S = 600.0
+YOUNG_S: Final = 1.0
+FULL_S: Final = 600.0
 """Between looks at everything, under unbroken load."""
-IDLE_S = 30.0
+IDLE_S: Final = 30.0
 """Between looks at everything if nobody is served."""
 
 

@@ -11,10 +11,10 @@ delay, and is added to every deadline.
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import Final, Protocol
 
-SWEEP_S = 0.5
-PAUSE_S = 1.0
+SWEEP_S: Final = 0.5
+PAUSE_S: Final = 1.0
 """A sweep so late comes after a pause; less is a busy loop."""
 
 log = logging.getLogger(__name__)

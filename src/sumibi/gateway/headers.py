@@ -1,13 +1,15 @@
 """Which header lines of a request for text an engine gets, and those that are for us."""
 
+from typing import Final
+
 from sumibi.gateway.http1 import HOP_BY_HOP, Request
 
-EXPLAIN_HEADER = b"x-sumibi-explain"
-ATTEMPT_HEADER = b"x-sumibi-attempt"
+EXPLAIN_HEADER: Final = b"x-sumibi-explain"
+ATTEMPT_HEADER: Final = b"x-sumibi-attempt"
 """Tells an engine, from the second attempt on, which one of its request this is: so what an earlier one left
 in its cache is not told as found there (the embedded engine heeds it).
 """
-PREFILLER_HEADER = b"x-prefiller-host-port"
+PREFILLER_HEADER: Final = b"x-prefiller-host-port"
 """Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
 
 CREDENTIALS = frozenset((b"authorization", b"x-api-key"))

@@ -19,24 +19,24 @@ import socket
 from collections import deque
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
-_MAX_PIPELINED = 16
+_MAX_PIPELINED: Final = 16
 """Complete requests waiting behind the one in flight; beyond it the connection is not read."""
-_BODY_RATE_BYTES_S = 4096
+_BODY_RATE_BYTES_S: Final = 4096
 """A body earns a second for each so many bytes, beyond the grace that the limits give it."""
-_LOOSE_PIECES = 64
+_LOOSE_PIECES: Final = 64
 """Pieces of a body kept as they came; what comes after is merged."""
-_LAST_CALL_S = 1.0
+_LAST_CALL_S: Final = 1.0
 """While the server goes down: for a request that is under way on a connection that was to stay open."""
-_LINGER_S = 2.0
+_LINGER_S: Final = 2.0
 """How long what a refused client still sends is thrown away, so that it can read why."""
 
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 _STATUS_LINES = {code: b"HTTP/1.1 %d %b\r\n" % (code, phrase) for code, phrase in _REASONS.items()}
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 HOP_BY_HOP = frozenset(
     (

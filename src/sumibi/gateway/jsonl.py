@@ -8,12 +8,12 @@ loses records, is counted and logged once, and never disturbs serving.
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-_FLUSH_S = 1.0
-_MAX_WAITING = 50_000
+_FLUSH_S: Final = 1.0
+_MAX_WAITING: Final = 50_000
 
 log = logging.getLogger(__name__)
 

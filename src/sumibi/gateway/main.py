@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import time
+from typing import Final
 
 import uvloop
 import zmq.asyncio
@@ -34,7 +35,7 @@ from sumibi.routing.events import Role
 from sumibi.routing.policies import PAIRING, check_pairing
 from sumibi.routing.router import Router
 
-ABORT_S = 2.0
+ABORT_S: Final = 2.0
 """After the drain time: for error events and answers to reach their clients."""
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,13 @@ exported.
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Final
 
 from sumibi.gateway.agreement import Agreement
 from sumibi.gateway.views import TransferView
 
-_MAX_MODELS = 1000
-_OTHER = "other"
+_MAX_MODELS: Final = 1000
+_OTHER: Final = "other"
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _FINE_SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

@@ -8,7 +8,7 @@ again further in.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 from sumibi.core.errors import ConfigError
@@ -17,7 +17,7 @@ from sumibi.engines.connectors import CONNECTORS
 from sumibi.routing.config import BandLimits, RouterConfig
 from sumibi.routing.events import Role
 
-DEFAULT_MAX_BODY_BYTES = 16 * 1024 * 1024
+DEFAULT_MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 _WORDS = ("role", "connector", "revision", "link_gb_s", "kv_port")
 """What may stand after an engine's URL."""
 _LINK_SETUP_S = INFINIBAND_NDR.setup_s

@@ -8,7 +8,7 @@ One rule for errors, whatever the connector: a prefill half that brought nothing
 that has left already, and what follows is for the router to say.
 """
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from sumibi.core.errors import WireError
 from sumibi.engines.connectors import (
@@ -25,7 +25,7 @@ from sumibi.gateway.http1 import Header
 from sumibi.gateway.upstream import Call, Sink
 from sumibi.routing.events import FinishReason
 
-_MAX_ANSWER_BYTES = 8 * 1024 * 1024
+_MAX_ANSWER_BYTES: Final = 8 * 1024 * 1024
 """Of a prefill half: longer than any list of block ids. More is read and thrown away."""
 
 OK, NO_PARAMETERS, UNFIT, NO_CONNECTOR, KEPT, DECODE_FAILED = (

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -25,8 +25,8 @@ from sumibi.prompts.keys import Prompt, PromptReader
 from sumibi.prompts.template import ChatTemplate, UnsupportedContent
 from sumibi.prompts.tokenizer import Tokenizer
 
-_TOKENIZE_TIMEOUT_S = 2.0
-_LONG_BYTES = 256 * 1024
+_TOKENIZE_TIMEOUT_S: Final = 2.0
+_LONG_BYTES: Final = 256 * 1024
 """Requests longer than this are read in a thread: never-seen text takes about 0.2 ms a KB to tokenise, and
 meanwhile no stream would flow. Shorter ones are not worth the hand-over."""
 

@@ -6,7 +6,7 @@ A band is the queue of one priority. The words are those of the stack file's `ga
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,14 +14,16 @@ from sumibi.core.errors import ConfigError
 from sumibi.gateway.options import HOLD_ABOVE_S
 from sumibi.routing.config import BandLimits
 
-NEVER = "none"
+NEVER: Final = "none"
 """In place of a number of seconds: no limit."""
-OTHERS = "other"
+OTHERS: Final = "other"
 """In place of a priority: every one without limits of its own."""
-SHORTEST_HOLD_S = 0.01
+SHORTEST_HOLD_S: Final = 0.01
 """Less would wake the router again and again for nothing: engines' steps take longer."""
 
-_WANT = "want PRIORITY:max_requests=N,max_bytes=N,ttl_s=SECONDS, for example 100:max_requests=50,ttl_s=5"
+_WANT: Final = (
+    "want PRIORITY:max_requests=N,max_bytes=N,ttl_s=SECONDS, for example 100:max_requests=50,ttl_s=5"
+)
 
 
 def bands_of(words: Iterable[str]) -> tuple[list[BandLimits], BandLimits]:

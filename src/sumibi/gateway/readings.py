@@ -6,7 +6,7 @@ finds. Which events it gets, and when, is the business of `answers`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,7 +14,7 @@ from sumibi.engines.usage import MAX_TOKENS, tiers_of
 from sumibi.prompts.dialects import Dialect
 
 T = TypeVar("T")
-_MAX_WORD = 32
+_MAX_WORD: Final = 32
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ bounded as logs are (`jsonl`): of a recording longer than the limit only the new
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from sumibi.core.errors import ConfigError
 from sumibi.gateway.jsonl import JsonlLog
@@ -16,8 +17,8 @@ from sumibi.routing.decisions import Decision, Outcome
 from sumibi.routing.events import Event
 from sumibi.routing.recording import Started
 
-_MAX_FILE_BYTES = 256 * 1024 * 1024
-_KEEP_FILES = 8
+_MAX_FILE_BYTES: Final = 256 * 1024 * 1024
+_KEEP_FILES: Final = 8
 
 
 class Recorder:

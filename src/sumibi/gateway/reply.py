@@ -5,6 +5,8 @@ breaks ends with an error event and a proper end, any other answer by cutting th
 cannot pass for whole.
 """
 
+from typing import Final
+
 from sumibi.gateway.answers import EventStream, JsonAnswer
 from sumibi.gateway.errors import shape_in
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, response_head
@@ -13,13 +15,13 @@ from sumibi.gateway.rewriting import Cached
 from sumibi.prompts.dialects import Dialect
 from sumibi.routing.events import FinishReason
 
-DECISION_HEADER = b"x-sumibi-decision"
+DECISION_HEADER: Final = b"x-sumibi-decision"
 DROPPED_HEADERS = (b"x-sumibi-dropped-reason", b"x-llm-d-request-dropped-reason")
 """Why a request was refused, under our name and under the one llm-d's clients know."""
 
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id"}
-_LAST_CHUNK = b"0\r\n\r\n"
-_JSON = b"application/json"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
+_JSON: Final = b"application/json"
 
 _FAILURES = {
     FinishReason.REFUSED: (502, "no engine takes requests now: they are down, or starting"),

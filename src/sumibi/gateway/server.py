@@ -8,14 +8,14 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.errors import shape_of
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
 
-_BACKLOG = 2048
+_BACKLOG: Final = 2048
 
 Responder = Callable[[Request, Connection], Exchange | None]
 """Answers a request at once (and returns None) or returns the exchange that will answer it."""

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 import uvloop
@@ -40,8 +41,8 @@ from sumibi.prompts.dialects import DIALECTS, parse_request
 from sumibi.prompts.keys import Prompt, PromptGrade
 from sumibi.routing.events import Admitted, Dispatch, Event, Finished, FinishReason, Prefilled
 
-_ABORT_S = 2.0
-_DECODE = "decode"
+_ABORT_S: Final = 2.0
+_DECODE: Final = "decode"
 _DOUBTS = (
     FinishReason.REFUSED,
     FinishReason.ENGINE_GONE,

@@ -7,14 +7,15 @@ have been started again, and its side channel be elsewhere.
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from sumibi.core.errors import EngineUnavailable
 from sumibi.engines.discovery import TransferInfo, transfer_info
 
-_ASK_S = 2.0
-_OLD_S = 10.0
+_ASK_S: Final = 2.0
+_OLD_S: Final = 10.0
 """Then it is asked again, beside the requests; they go by the old word meanwhile."""
-_REST_S = 5.0
+_REST_S: Final = 5.0
 """After an engine did not answer nobody waits for it so long; 2 s of each request would go to it."""
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import Final
 
 import msgspec
 import zmq
@@ -54,18 +55,18 @@ from sumibi.routing.events import (
     Tier,
 )
 
-_FIRST_RETRY_S = 0.2
-_LAST_RETRY_S = 2.0
-_FAILURES_TO_DOWN = 3
-_HEALTH_TIMEOUT_S = 2.0
-_STREAM_WAIT_S = 1.0
+_FIRST_RETRY_S: Final = 0.2
+_LAST_RETRY_S: Final = 2.0
+_FAILURES_TO_DOWN: Final = 3
+_HEALTH_TIMEOUT_S: Final = 2.0
+_STREAM_WAIT_S: Final = 1.0
 """How long an engine that publishes events waits for its stream before it takes requests without."""
-_REBIND_S = 5.0
+_REBIND_S: Final = 5.0
 """Until an address for KV events that could not be used is tried again."""
-_HINTS = 4
+_HINTS: Final = 4
 """On their way to one engine at once; more are dropped."""
-_HINT_TIMEOUT_S = 2.0
-_MODELS_EVERY = 15
+_HINT_TIMEOUT_S: Final = 2.0
+_MODELS_EVERY: Final = 15
 """Health checks between two looks at what the engine serves (adapters come and go)."""
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,14 @@ The file (YAML or JSON) maps the SHA-256 of a key, in hex, to a tenant id, so th
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import yaml
 
 from sumibi.core.errors import ConfigError
 
-ANONYMOUS = "anonymous"
-_MAX_REMEMBERED = 10_000
+ANONYMOUS: Final = "anonymous"
+_MAX_REMEMBERED: Final = 10_000
 
 
 class Tenants:

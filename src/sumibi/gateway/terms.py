@@ -7,7 +7,7 @@ word that nobody knows is priority 0. What a client wrote is not kept: see `sess
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
@@ -16,11 +16,11 @@ from sumibi.gateway.session import session_of
 
 OBJECTIVE_HEADERS = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 FAIRNESS_HEADERS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
-TTL_HEADER = b"x-llm-d-inference-ttl"
+TTL_HEADER: Final = b"x-llm-d-inference-ttl"
 
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
-_MAX_TEXT = 64
+_MAX_TEXT: Final = 64
 
 
 class Terms(NamedTuple):

@@ -8,7 +8,7 @@ again on a fresh connection, once, and nobody hears of it.
 
 import asyncio
 import math
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 
@@ -17,12 +17,12 @@ from sumibi.gateway.http1 import Header, set_nodelay
 from sumibi.gateway.options import Timeouts
 from sumibi.routing.events import FinishReason
 
-_MAX_HEAD_BYTES = 64 * 1024
+_MAX_HEAD_BYTES: Final = 64 * 1024
 """An engine's status line and headers; more is taken for garbage."""
-_MAX_IDLE = 256
+_MAX_IDLE: Final = 256
 """Unused connections kept per engine."""
 _FRAMING = (b"content-length", b"transfer-encoding")
-_DELIVERY_S = 0.05
+_DELIVERY_S: Final = 0.05
 """For an engine to read a request whose answer nobody wants: closing at once might throw it away unread."""
 
 

@@ -13,7 +13,7 @@ switches both off for good.
 
 import logging
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -27,10 +27,10 @@ from sumibi.prompts.texts import Texts, last_boundary
 
 _log = logging.getLogger(__name__)
 
-CHECK_EVERY = 100
+CHECK_EVERY: Final = 100
 """One in this many prompts recognised without rendering is rendered nevertheless, to compare."""
 
-_NEWEST = 32
+_NEWEST: Final = 32
 """Messages from the end at which a known conversation is looked for: more than a turn ever adds."""
 
 

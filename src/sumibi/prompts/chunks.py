@@ -4,7 +4,7 @@ Good enough to find the same conversation again, useless against what engines sa
 are kept apart from token keys by their root.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
@@ -12,10 +12,10 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 from sumibi.core.keys import pack_tokens, root_key
 from sumibi.prompts.dialects import PromptKind, PromptRequest, decode_objects
 
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN: Final = 4
 """Of text: between English prose (4.5) and code (3.5)."""
 
-_MEDIA_TOKENS = 1024
+_MEDIA_TOKENS: Final = 1024
 """What an image, audio or video counts. Its true size is the model's own business."""
 
 _PARTS = ("content", "output")

@@ -16,20 +16,20 @@ shows, which is why `sumibi.prompts.chats` checks a share of what it recognised.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from sumibi.core.errors import BadRequest
 from sumibi.prompts.template import ChatTemplate, Message
 
-_MAX_PROOFS = 32
+_MAX_PROOFS: Final = 32
 """Sets of template arguments that get a proof; requests with other ones are rendered whole."""
 
-HEAD_MESSAGES = 3
+HEAD_MESSAGES: Final = 3
 """The first user message is looked for this far; it belongs to the head."""
 
-_LONGEST_STEP = 5
+_LONGEST_STEP: Final = 5
 """Messages by which scripts are grown at once, at most."""
 
 
@@ -195,7 +195,7 @@ def _result(name: str) -> Message:
 
 _SYSTEM = _says("system", "be brief")
 _USER = _says("user", "first question")
-_THOUGHT = "<think>\nlet me see\n</think>\n\n"
+_THOUGHT: Final = "<think>\nlet me see\n</think>\n\n"
 
 _SCRIPTS: list[list[Message]] = [
     # plain, long enough to notice who counts

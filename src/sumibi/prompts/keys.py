@@ -9,6 +9,7 @@ connections: ask an engine for the tokens and hand them in.
 import logging
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
@@ -23,7 +24,7 @@ from sumibi.prompts.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_CACHE_BYTES = 64 << 20
+DEFAULT_CACHE_BYTES: Final = 64 << 20
 """About 250 conversations of 128 KB, token ids not kept."""
 
 

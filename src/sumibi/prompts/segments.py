@@ -14,19 +14,19 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from sys import getsizeof
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sumibi.core.keys import extend_keys
 
-_SEGMENT_BYTES = 550
+_SEGMENT_BYTES: Final = 550
 """A segment without its text, tokens and keys: measured, with its part of the dicts that hold it."""
-_KEY_BYTES = 44
+_KEY_BYTES: Final = 44
 """One key: a 64-bit int object, and its slot in a list."""
-_SLOT_BYTES = 8
+_SLOT_BYTES: Final = 8
 """A key in one more list."""
-_NAME_BYTES = 400
+_NAME_BYTES: Final = 400
 """One name with its place."""
-_NAMES_PER_SEGMENT = 8
+_NAMES_PER_SEGMENT: Final = 8
 _NO_KEYS: tuple[int, ...] = ()
 
 

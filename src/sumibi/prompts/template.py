@@ -12,7 +12,7 @@ from copy import copy
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jinja2
 import jinja2.ext
@@ -252,7 +252,7 @@ def _normalise_one(message: Message, index: int, content_format: ContentFormat) 
     return out
 
 
-_BILLING = "x-anthropic-billing-header"
+_BILLING: Final = "x-anthropic-billing-header"
 
 
 def _without_billing(texts: list[str]) -> list[str]:
@@ -350,7 +350,7 @@ def _arguments(arguments: object) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-_MARK = "<sumibi:end-of-final-message> "
+_MARK: Final = "<sumibi:end-of-final-message> "
 """Ends in a space so that a template which trims content can be told from one that does not."""
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sumibi.prompts.segments import Segment, SegmentStore
 from sumibi.prompts.tokenizer import Tokenizer
 
-_SHORT_CHARACTERS = 32
+_SHORT_CHARACTERS: Final = 32
 """Half of a chat's pieces are markers such as `<|im_end|>\\n`; a call costs more than their few tokens."""
 
 

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -28,7 +28,7 @@ from sumibi.prompts import llama
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CONTEXT_TOKENS = 8
+_CONTEXT_TOKENS: Final = 8
 """Of a prompt's tokens, how many a detokenizer looks at, to know whether output begins with a space."""
 
 

@@ -1,6 +1,8 @@
 """How long an endpoint was busy with how much: what its latency model is learnt from."""
 
-BUSY_PERIOD_PREFILLS = 8
+from typing import Final
+
+BUSY_PERIOD_PREFILLS: Final = 8
 """Prefills in a busy period before it is closed and learnt from, though the endpoint is still busy."""
 
 

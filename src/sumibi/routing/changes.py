@@ -4,13 +4,13 @@ A decision in a large fleet goes by what is remembered of each endpoint. So ever
 move the numbers of one endpoint singly, and those that change who may be asked by a count.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from sumibi.routing.endpoint import Endpoint
     from sumibi.routing.floors import Rows
 
-MOST_CHANGES = 4096
+MOST_CHANGES: Final = 4096
 """That are remembered singly; then whatever depends on them is made anew."""
 
 

@@ -4,8 +4,7 @@ Joins `placing` (what each endpoint has of the prompt, and what it would cost th
 endpoints) and the policy, which scores what these found. Nothing is changed here but the policies' own notes.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from sumibi.routing import disagg
@@ -14,10 +13,10 @@ from sumibi.routing.config import RouterConfig
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Arrived
-from sumibi.routing.fleet import Fleet, Roster
+from sumibi.routing.fleet import Fleet, Model, Roster
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.levels import Levels
-from sumibi.routing.placing import Looked, candidates, matchable_blocks
+from sumibi.routing.placing import NOTHING_AHEAD, Looked, candidates, matchable_blocks
 from sumibi.routing.policies import Ask, Policy, least, make_policy
 from sumibi.routing.requests import Request
 
@@ -71,6 +70,15 @@ class Choice(NamedTuple):
         return self.found[self.pick]
 
 
+class _Asked(NamedTuple):
+    """A prompt to be placed."""
+
+    event: Arrived
+    model: Model
+    block_tokens: int
+    t: float
+
+
 class Choosing:
     """The policies of all models, and what they are asked about."""
 
@@ -112,19 +120,10 @@ class Choosing:
         self._computing.expire(t)
         model = self._fleet.models[event.model]
         block_tokens = self._fleet.block_tokens(event.model)
-        look = partial(
-            candidates,
-            event,
-            t=t,
-            block_tokens=block_tokens,
-            output_tokens=model.output_tokens,
-            returns=model.returns,
-            index=self._index,
-            computing=self._computing,
-        )
+        asked = _Asked(event, model, block_tokens, t)
         policy = self.policy(event.model)
         roster = self._fleet.roster(event.model, endpoints)
-        some, found, levels = look(roster=roster, priced=policy.priced, ahead_s=ahead_s)
+        some, found, levels = self._look(asked, roster, ahead_s, model.output_tokens, policy.priced)
         number = request.attempt.number + 1 if request.attempt is not None else 1
         ask = Ask(
             request=event.request,
@@ -141,33 +140,55 @@ class Choosing:
         )
         if prefillers:
             whole = Choice(ask, some, found, roster, levels, [], 0)
-            paired = self._pair(event, policy, look, whole, prefillers, decoders or endpoints, ahead_s)
+            paired = self._pair(asked, policy, whole, prefillers, decoders or endpoints, ahead_s)
             if paired is not None:
                 return paired
         scores = policy.choose(ask, found, some)
         pick = least(event.request, scores)
         if not policy.priced:
             # What is predicted of the pick is recorded beside what came, under any policy.
-            found[pick] = look(roster=self._fleet.roster(event.model, [some[pick]])).candidates[0]
+            alone = self._fleet.roster(event.model, [some[pick]])
+            found[pick] = self._look(asked, alone, NOTHING_AHEAD, model.output_tokens).candidates[0]
         return Choice(ask, some, found, roster, levels, scores, pick)
+
+    def _look(
+        self,
+        asked: "_Asked",
+        roster: Roster,
+        ahead_s: Mapping[str, float],
+        output_tokens: float,
+        priced: bool = True,
+    ) -> Looked:
+        """What the endpoints of a roster have of a prompt, and what it would cost there."""
+        return candidates(
+            asked.event,
+            roster,
+            asked.t,
+            block_tokens=asked.block_tokens,
+            output_tokens=output_tokens,
+            returns=asked.model.returns,
+            index=self._index,
+            computing=self._computing,
+            ahead_s=ahead_s,
+            priced=priced,
+        )
 
     def _pair(
         self,
-        event: Arrived,
+        asked: "_Asked",
         policy: Policy,
-        look: Callable[..., Looked],
         whole: Choice,
         prefillers: list[Endpoint],
         decoders: list[Endpoint],
         ahead_s: Mapping[str, float],
     ) -> Choice | None:
         """What the policy picks of pairs and of whole runs; None: nobody can be paired."""
-        model, ask = event.model, whole.ask
+        event, ask = asked.event, whole.ask
+        model, output_tokens = event.model, asked.model.output_tokens
         decode, prefill = self._fleet.roster(model, decoders), self._fleet.prefill_roster(model, prefillers)
-        there = look(roster=decode, priced=False)
-        legs = look(roster=prefill, output_tokens=1.0, ahead_s=ahead_s, priced=policy.priced)
+        there = self._look(asked, decode, NOTHING_AHEAD, output_tokens, False)
+        legs = self._look(asked, prefill, ahead_s, 1.0, policy.priced)
         sides = Sides(prefill, legs, decode, there)
-        output_tokens = self._fleet.models[model].output_tokens
         if event.max_tokens is not None:
             output_tokens = min(output_tokens, event.max_tokens)
         if policy.priced:
@@ -184,8 +205,10 @@ class Choosing:
         pick = least(ask.request, scores)
         choice = Choice(ask, some, found, whole.roster, whole.levels, scores, pick, sides)
         # As of whole runs, what is predicted of the pick is recorded.
-        leg = look(roster=self._fleet.prefill_roster(model, [choice.begins]), output_tokens=1.0)
-        local = look(roster=self._fleet.roster(model, [some[choice.pick]]), priced=False)
+        begins = self._fleet.prefill_roster(model, [choice.begins])
+        leg = self._look(asked, begins, NOTHING_AHEAD, 1.0)
+        alone = self._fleet.roster(model, [some[choice.pick]])
+        local = self._look(asked, alone, NOTHING_AHEAD, asked.model.output_tokens, False)
         _, priced = disagg.pairs(leg, local, ask.t, ask, output_tokens)
         found[choice.pick : choice.pick + len(priced)] = priced
         return choice

@@ -36,38 +36,43 @@ ladder W2 and W12 together (docs/decisions/0016) and are the same for every flee
 Times come from the endpoint's own latency model as learnt so far.
 """
 
+from typing import Final
+
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Role
 from sumibi.routing.lower import NO_FETCH, Fetch, Kind
 from sumibi.routing.spread import Spread
 
-WORK = 0.3
+WORK: Final = 0.3
 """A second of prefill costs so much more than the seconds it is waited for: even an idle endpoint will be
 wanted. So a prefix that is being computed is waited for a little rather than computed once more."""
-DECODE = 0.2
+DECODE: Final = 0.2
 """A second in which an answer that streams already stands still counts less than one before its first
 token."""
-STALL = 2.5
+STALL: Final = 2.5
 """Not where prompts are computed elsewhere so that answers need not stand still: there a second of standing
 still counts so much."""
-LONGER = 0.1
+LONGER: Final = 0.1
 """A second that is spread over the steps of an answer counts still less: nobody sees a gap."""
-RETURNS = 0.5
+RETURNS: Final = 0.5
 """Those expected back count half: they may be sent elsewhere, if that is better for them."""
-EVICT = 1.5
+EVICT: Final = 1.5
 """What is lost is computed again on an endpoint that has others to serve: they wait as well."""
-CROWD, POWER = 5.0, 4
+CROWD: Final = 5.0
+POWER: Final = 4
 """Storing a second of prefill where live conversations fill the part x of a cache costs CROWD*x^POWER: they
 grow, and so does what is stored. At x = 0.74 that is what an eviction costs."""
-FOLLOWERS = 400.0
+FOLLOWERS: Final = 400.0
 """So many later requests will decode where a prompt is computed that nobody has, if it is wanted again at
 all: it may be the first of a group, or of a long conversation."""
-FREE_FORK = 1.0
+FREE_FORK: Final = 1.0
 """A new conversation that begins like others has followers as well: its own. That counts where so many times
 the mean settled, since to compute the beginning once more is dear, and beside those who run now: on an idle
 fleet nobody is in the way."""
-MILD, FREE_EXCESS, STEEP = 0.05, 0.05, 4.0
+MILD: Final = 0.05
+FREE_EXCESS: Final = 0.05
+STEEP: Final = 4.0
 """A second of prefill on an endpoint whose share is x above the mean costs MILD*x more and, beyond
 FREE_EXCESS, STEEP for each further unit of x."""
 
@@ -118,13 +123,13 @@ def price(
     """
     learner, load = endpoint.learner, endpoint.load
     learner.sync()
-    start, work_factor, decode_factor = learner.start, learner.work_factor, learner.decode_factor
+    work_factor, decode_factor = learner.work_factor, learner.decode_factor
     foreign_running, foreign_waiting = endpoint.foreign(t) if endpoint.has_foreign else (0.0, 0.0)
 
     reused = matched_tokens + below.tokens + pending_tokens
     new = prompt_tokens - reused
-    work_s = new * (start.b_s + start.q_s * (reused + new / 2)) * work_factor
-    compute_s = start.a_s * learner.fixed_factor + work_s
+    work_s = new * (learner.b_s + learner.q_s * (reused + new / 2)) * work_factor
+    compute_s = learner.a_s * learner.fixed_factor + work_s
 
     inflight = load.inflight + foreign_running + foreign_waiting
     wait_s = ahead_s + foreign_waiting * endpoint.typical_prefill_s
@@ -132,10 +137,10 @@ def price(
         wait_s += endpoint.prefill_left_s(t)
     decodes = foreign_running + (load.decode_weight(priority) if load.decodes else 0.0)
     context = prompt_tokens + output_tokens / 2
-    step_growth_s = decode_factor * (start.d1_s + start.d2_s * context)
+    step_growth_s = decode_factor * (learner.d1_s + learner.d2_s * context)
     places = endpoint.max_sequences
     if places and inflight >= places:
-        step_s = start.d0_s * decode_factor + places * step_growth_s
+        step_s = learner.d0_s * decode_factor + places * step_growth_s
         wait_s += (inflight - places + 1) / places * output_tokens * step_s
     # A prefill holds up those who decode; a longer step those as well who will by then.
     longer_s = (decodes + len(load.prefills)) * output_tokens * step_growth_s
@@ -155,7 +160,7 @@ def price(
         in_use = recency.pinned_blocks * block_tokens + answers_tokens
         excess = in_use + new + below.tokens + output_tokens / 2 - capacity
         if in_use and excess > 0:
-            step_s = start.d0_s * decode_factor + inflight * step_growth_s
+            step_s = learner.d0_s * decode_factor + inflight * step_growth_s
             room_s = min(1.0, excess / in_use) * output_tokens * step_s
     delay_s += RETURNS * (recency.delay_s(wait_s + compute_s) - recency.delay_s(wait_s))
 
@@ -189,7 +194,7 @@ def price(
         more = more_settled_s / spread.settled_level_s
         steps_s = more * output_tokens * step_growth_s
         # Never more than to compute the whole prompt, beside as many as decode at an endpoint on average.
-        whole_s = prompt_tokens * (start.b_s + start.q_s / 2 * prompt_tokens) * work_factor
+        whole_s = prompt_tokens * (learner.b_s + learner.q_s / 2 * prompt_tokens) * work_factor
         most_s = whole_s * (1.0 + DECODE * spread.inflight)
         followers_s = (
             new / max(prompt_tokens, 1) * min(company_s(spread.inflight + 1.0, followed) * steps_s, most_s)

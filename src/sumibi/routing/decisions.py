@@ -6,13 +6,14 @@ would it have done, decision by decision, with everything else as it was?).
 """
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
 from sumibi.core.errors import BadRequest
 from sumibi.routing.events import FinishReason, Grade
 
-EXPLANATION_BYTES = 2048
+EXPLANATION_BYTES: Final = 2048
 """Limit of `explain`: an explanation fits into a response header."""
 
 

@@ -23,7 +23,7 @@ their scores pick the decode endpoint among all of them, and then the prefill en
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,9 +34,12 @@ from sumibi.routing.placing import Looked
 from sumibi.routing.policies import Ask, Policy, least
 from sumibi.routing.policies.cost import SLACK
 
-PAIR, WHOLE = "prefill-decode", "decode-only"
+PAIR: Final = "prefill-decode"
+WHOLE: Final = "decode-only"
 """How decisions are counted (llm-d's names)."""
-ONLY, ALWAYS, FALLBACK = "only", "always", "fallback"
+ONLY: Final = "only"
+ALWAYS: Final = "always"
+FALLBACK: Final = "fallback"
 """Reasons: there was nothing of the other kind; the policy takes pairs whatever they cost; a whole run after
 the prefill leg failed."""
 

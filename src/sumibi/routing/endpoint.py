@@ -13,6 +13,7 @@ When a life ends, or is doubted, is for `lives` to say.
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from sumibi.core.latency import LatencyModel
 from sumibi.core.prefixcache import PrefixCache
@@ -32,9 +33,9 @@ from sumibi.routing.recall import Recall
 from sumibi.routing.recency import Recency
 from sumibi.routing.returns import ReturnTimes
 
-TYPICAL_PROMPT_TOKENS = 512
+TYPICAL_PROMPT_TOKENS: Final = 512
 """A foreign request's prompt, until our own requests at the endpoint say what is usual there."""
-TYPICAL_RATE = 0.1
+TYPICAL_RATE: Final = 0.1
 """Rate at which usual prefill times and output lengths follow our own requests."""
 _TRUST = (Grade.NONE, Grade.APPROXIMATE, Grade.EXACT)
 """The lowest first."""
@@ -382,7 +383,7 @@ class Endpoint:
         load = self.load
         if not load.prefills:
             return 0.0
-        fixed_s = self.learner.start.a_s * self.learner.fixed_factor
+        fixed_s = self.learner.a_s * self.learner.fixed_factor
         prefills, work_ns = len(load.prefills), load.prefill_work_ns
         if last is not None:
             ahead = list(load.prefills)

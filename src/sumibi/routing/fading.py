@@ -1,6 +1,8 @@
 """How long work counts in an endpoint's share of what a fleet did."""
 
-SHARE_HALF_LIFE_S = 1800.0
+from typing import Final
+
+SHARE_HALF_LIFE_S: Final = 1800.0
 """What an endpoint computed counts half after this time in its share of the work."""
 SHARE_EPOCH_S = 64 * SHARE_HALF_LIFE_S
 """What endpoints computed is summed as of times this far apart."""

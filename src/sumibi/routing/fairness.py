@@ -13,13 +13,14 @@ Beside that, the tokens themselves are kept for show, fading by half every minut
 """
 
 from collections import OrderedDict
+from typing import Final
 
-HALF_LIFE_S = 60.0
+HALF_LIFE_S: Final = 60.0
 """Of the tokens that a program had and of what is remembered of the pool's rate. llm-d's value."""
 FORGET_S = 5 * HALF_LIFE_S
 """After so long without a charge a program is forgotten, unless it has a lead."""
-MOST_PROGRAMS = 10_000
-PRIOR_S = 5.0
+MOST_PROGRAMS: Final = 10_000
+PRIOR_S: Final = 5.0
 """For so long the pool is taken to do nothing but prefills on all its endpoints."""
 
 

@@ -5,6 +5,8 @@ is a holder in the index; every lower tier that reports is a holder of its own, 
 all endpoints that read one have in common.
 """
 
+from typing import Final
+
 from sumibi.core.kvevents import EventBatch
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
@@ -15,7 +17,7 @@ from sumibi.routing.lower import Store
 from sumibi.routing.sequence import Sequence
 from sumibi.routing.source import Source
 
-LAG_START_S = 1.0
+LAG_START_S: Final = 1.0
 LAG_BOUNDS_S = (0.1, 5.0)
 """Within these, how long after a prefill its blocks are expected to be announced is learnt."""
 

@@ -1,6 +1,6 @@
 """All endpoints and models: which endpoints serve a model, and which of them may take a request now."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
 from sumibi.core.latency import LatencyModel
@@ -17,12 +17,12 @@ from sumibi.routing.returns import ReturnTimes
 if TYPE_CHECKING:
     from sumibi.routing.floors import Rows
 
-HISTORY_BLOCKS = 500_000
+HISTORY_BLOCKS: Final = 500_000
 """Blocks of a model's latest prompts that are remembered to learn when prefixes return."""
-SMALLEST_BLOCK_TOKENS = 16
+SMALLEST_BLOCK_TOKENS: Final = 16
 """Engines with smaller blocks (pages of 1 token, say) get routing blocks of several, to bound the index."""
 
-UNSEEN_OUTPUT_TOKENS = 1000.0
+UNSEEN_OUTPUT_TOKENS: Final = 1000.0
 """What a request is expected to generate before any is over. Long answers are seen last: taken for short ones
 meanwhile, prompts that stay for good would be placed as if nobody decoded beside them for long."""
 

@@ -10,6 +10,7 @@ by one number of each endpoint first; a closer look is taken at those only.
 """
 
 from array import array
+from typing import Final
 
 from sumibi.routing.cost import DECODE, LONGER, MILD, WORK
 from sumibi.routing.endpoint import Endpoint
@@ -18,11 +19,11 @@ from sumibi.routing.fleet import Roster
 from sumibi.routing.learning import MOST, Hardware
 from sumibi.routing.spread import Spread, spread
 
-MOST_PRIORITIES = 16
+MOST_PRIORITIES: Final = 16
 """Whose rows are kept."""
-FEW_NEAR = 12
+FEW_NEAR: Final = 12
 """So many endpoints are looked at one by one."""
-ROUNDING = 1e-9
+ROUNDING: Final = 1e-9
 """By this part a bound may be above what it bounds."""
 LEAST = 1 / MOST
 """No factor is learnt below this, an endpoint's own included."""
@@ -203,7 +204,16 @@ def rows(roster: Roster, priority: int, t: float) -> Rows:
 class Floors:
     """Bounds of one request's price, in seconds, at the endpoints of `rows`."""
 
-    __slots__ = ("_held_up", "_least_settled_s", "_prompt_tokens", "_rows", "_settles", "_t", "_terms")
+    __slots__ = (
+        "_head_s",
+        "_held_up",
+        "_least_settled_s",
+        "_parts",
+        "_prompt_tokens",
+        "_since_t",
+        "_t",
+        "_where",
+    )
 
     def __init__(
         self,
@@ -216,22 +226,24 @@ class Floors:
         company_s: float,
     ) -> None:
         """`company_s`: see `cost.company_s`."""
-        self._rows = rows
+        self._where = rows.where
         self._t = t
-        self._terms = [_Terms(part.hardware, prompt_tokens, output_tokens) for part in rows.parts]
+        self._head_s, self._since_t = rows.head_s, rows.since_t
         self._prompt_tokens = prompt_tokens
         self._least_settled_s = spread.least_settled_s
         self._held_up = 1.0 + DECODE * spread.inflight
         faded, each_s = rows.faded(t), company_s / spread.settled_level_s
-        self._settles = [
-            (faded * part.hardware.work, each_s * terms.steps_s * part.least_own_decode)
-            for part, terms in zip(rows.parts, self._terms, strict=True)
-        ]
-        """By part: what a second of settled work counts now; what each costs a prompt that is new."""
+        self._parts: list[tuple[_Part, _Terms, float, float]] = []
+        """Each part with: what it costs; what a second of settled work counts now; what each costs a prompt
+        that is new."""
+        for part in rows.parts:
+            terms = _Terms(part.hardware, prompt_tokens, output_tokens)
+            settles_s = each_s * terms.steps_s * part.least_own_decode
+            self._parts.append((part, terms, faded * part.hardware.work, settles_s))
 
     def idlest(self) -> list[int]:
         """Of each kind of hardware the place of the endpoint where a request holds up the fewest."""
-        return [part.places[part.held.index(min(part.held))] for part in self._rows.parts]
+        return [part.places[part.held.index(min(part.held))] for part, _, _, _ in self._parts]
 
     def near(self, limit_s: float, reused_tokens: int) -> list[tuple[float, int]]:
         """(bound, place) of all endpoints where the price may be within the limit, if they have at most
@@ -239,7 +251,7 @@ class Floors:
         """
         limit_s *= 1.0 + ROUNDING
         found: list[tuple[float, int]] = []
-        for part, terms in zip(self._rows.parts, self._terms, strict=True):
+        for part, terms, _, _ in self._parts:
             work_s = terms.work_s(reused_tokens)
             most_held = terms.most_held(limit_s, part, work_s)
             if most_held < part.least_held:
@@ -255,8 +267,8 @@ class Floors:
 
     def at(self, place: int, reused_tokens: int) -> float:
         """At one, which has so much."""
-        number, i = self._rows.where[place]
-        part, terms = self._rows.parts[number], self._terms[number]
+        number, i = self._where[place]
+        part, terms, counts, each_s = self._parts[number]
         own = part.own[i]
         fixed_s = terms.fixed_s * own if own > terms.fixed_from else terms.least_fixed_s
         factor = terms.factor * own if own > terms.factor_from else LEAST
@@ -265,15 +277,14 @@ class Floors:
             + factor * (terms.work_s(reused_tokens) * part.work[i] + part.rest_s[i])
             + terms.steps_s * part.steps[i]
         )
-        counts, each_s = self._settles[number]
         more_s = part.settled[i] * counts - self._least_settled_s
         if more_s > 0:
-            most_s = factor * terms.work_s(0) * self._held_up
+            most_s = factor * terms.whole_s * self._held_up
             bound_s += min(each_s * more_s, most_s) * (1.0 - reused_tokens / self._prompt_tokens)
-        head_s = self._rows.head_s[place]
+        head_s = self._head_s[place]
         if head_s is None:
             return bound_s
-        return bound_s + max(0.0, fixed_s + factor * head_s + self._rows.since_t[place] - self._t)
+        return bound_s + max(0.0, fixed_s + factor * head_s + self._since_t[place] - self._t)
 
 
 class _Terms:
@@ -291,6 +302,7 @@ class _Terms:
         "fixed_s",
         "least_fixed_s",
         "steps_s",
+        "whole_s",
     )
 
     def __init__(self, hardware: Hardware, prompt_tokens: int, output_tokens: float) -> None:
@@ -303,6 +315,8 @@ class _Terms:
         self.steps_s = output_tokens * decode * (start.d1_s + start.d2_s * context)
         """What one more sequence adds to all steps of the answer."""
         self._prompt_tokens, self._b_s, self._half_q_s = prompt_tokens, start.b_s, start.q_s / 2
+        self.whole_s = self.work_s(0)
+        """Work of the whole prompt."""
 
     def work_s(self, reused_tokens: int) -> float:
         """Work of the prefill by the start's coefficients."""

@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
+from typing import Final
 
 from sumibi.core.errors import SumibiError
 from sumibi.routing.config import BandLimits, RouterConfig
@@ -48,17 +49,17 @@ from sumibi.routing.fairness import Attained, Rate
 from sumibi.routing.held import BYTES_PER_TOKEN, Band, Held, Missing
 from sumibi.routing.requests import Request
 
-MOST_HANDICAP_S = 30.0
+MOST_HANDICAP_S: Final = 30.0
 """A tenth of the default time limit: neither fairness nor size alone must get a request refused."""
-HASTE = 30.0
+HASTE: Final = 30.0
 """For a second less of work a request may go so many seconds before its arrival would let it."""
-AGED_AFTER_S = 30.0
-AGED_SHARE = 0.1
+AGED_AFTER_S: Final = 30.0
+AGED_SHARE: Final = 0.1
 FINEST = 1 / 32
 """Part of the bound by which a wake-up may be late, so that there are not too many of them."""
-MOST_TRIES = 8
+MOST_TRIES: Final = 8
 """Requests priced anew at one event, those that leave not counted."""
-MOST_WALKED = 256
+MOST_WALKED: Final = 256
 """Requests of a band looked at (not priced) at one event."""
 
 

@@ -2,12 +2,13 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from typing import Final
 
 from sumibi.core.errors import SumibiError
 from sumibi.routing.config import BandLimits
 from sumibi.routing.requests import Request
 
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN: Final = 4
 """Of a request's body: English text, which is what most of a prompt is."""
 
 

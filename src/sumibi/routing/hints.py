@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import ceil, exp, log
+from typing import Final
 
 from sumibi.routing.counters import Counters
 from sumibi.routing.endpoint import Endpoint
@@ -35,25 +36,26 @@ from sumibi.routing.lower import Kind, Place
 from sumibi.routing.requests import Attempt, Request
 from sumibi.routing.returns import ReturnTimes
 
-MOST_IDLE = 8_192
+MOST_IDLE: Final = 8_192
 """Idle conversations that are watched; those idle longest are given up first."""
-SAMPLES = 32
+SAMPLES: Final = 32
 """Keys kept of each."""
-SOON = 0.2
+SOON: Final = 0.2
 """Nobody is brought up who returns within the window with less than this chance."""
-MARGIN = 1.5
+MARGIN: Final = 1.5
 """By so much the gain has to exceed the loss: chances are estimates, and a hint keeps the disk busy."""
-WINDOW_S, WINDOW = 1.0, 0.1
+WINDOW_S: Final = 1.0
+WINDOW: Final = 0.1
 """How long "soon" is: so many seconds, and this part of the time that it has been idle."""
-LATE_S = 0.5
+LATE_S: Final = 0.5
 """So late a look may be: ticks are shared."""
-LONGEST_IDLE_S = 3600.0
+LONGEST_IDLE_S: Final = 3600.0
 """Who has been idle for so long is not looked for any more."""
-KEPT_RATE = 0.2
+KEPT_RATE: Final = 0.2
 """How fast an endpoint's part of blocks that stayed follows the last hints."""
-FORGIVEN_S = 1800.0
+FORGIVEN_S: Final = 1800.0
 """In this time half of what went wrong is forgotten: then it is tried again."""
-MOST_VICTIMS = 64
+MOST_VICTIMS: Final = 64
 """Conversations in host memory that are looked at, the oldest first, for what a hint would push out."""
 
 

@@ -25,20 +25,21 @@ The index knows nothing of engines, events or endpoints' names.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from sumibi.core.errors import SumibiError
 from sumibi.core.keys import common
 
-_NONE = -1
+_NONE: Final = -1
 """No stretch: as a parent, the empty prefix."""
-_UNKNOWN = -2
+_UNKNOWN: Final = -2
 """A parent that was never named: a run cannot reach this block."""
 
-JOINED_BLOCKS = 64
+JOINED_BLOCKS: Final = 64
 """Stretches up to this length are joined with a neighbour that has the same holders."""
-BLOCK_BYTES = 100
+BLOCK_BYTES: Final = 100
 """Estimate for one block: its key 48, its dictionary entry 40, its place in a stretch 8 and some spare."""
-STRETCH_BYTES = 160
+STRETCH_BYTES: Final = 160
 """Estimate for one stretch beside its blocks."""
 
 

@@ -8,7 +8,7 @@ Plain data, and functions from a stored event to it; what is where is in `kvpool
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 from sumibi.core.keys import extend_packed, pack_tokens
 from sumibi.core.kvevents import BlockStored, EngineHash
 
-DEVICE = "gpu"
+DEVICE: Final = "gpu"
 """The tier of events that name no medium. Media are compared in lower case."""
 
 

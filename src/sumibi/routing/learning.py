@@ -16,27 +16,28 @@ how uncertain it still is. Noise is proportional to what was observed, so a tenf
 """
 
 from math import exp, log
+from typing import Final
 
 from sumibi.core.latency import LatencyModel, LinkModel
 
-MOST = 8.0
+MOST: Final = 8.0
 BAND = log(MOST)
 """Factors stay within exp(±BAND) of the start."""
-FIXED_S = 0.5
+FIXED_S: Final = 0.5
 """The fixed cost and the overhead may be learnt up to this in any case."""
-NOISE = 0.3
+NOISE: Final = 0.3
 """Standard deviation of an observation, relative to it."""
 UNSURE = (0.05, 2.0, 2.0)
 """Standard deviations at the start: overhead (s), factor on the fixed cost, factor on the work."""
 DRIFT = (0.001, 0.01, 0.01)
 """What each may change between two observations."""
-CLIP = 1.0
+CLIP: Final = 1.0
 """A log error counts up to this for what an endpoint learns of its own."""
-SHARED_FLOOR = 0.02
+SHARED_FLOOR: Final = 0.02
 """Rate at which the shared decode factor keeps learning after many observations (it starts at 0.5)."""
-OWN_RATE = 0.1
+OWN_RATE: Final = 0.1
 """Rate at which an endpoint's own speed learns, in the end."""
-OWN_DELAY = 20
+OWN_DELAY: Final = 20
 """Lessons after which it has half of that: what is wrong at first is the start, for all endpoints alike."""
 
 
@@ -121,11 +122,17 @@ class Learner:
         "_decode",
         "_prefill",
         "_seen",
+        "a_s",
+        "b_s",
+        "d0_s",
+        "d1_s",
+        "d2_s",
         "decode_factor",
         "fixed_factor",
         "overhead_s",
         "own",
         "own_decode",
+        "q_s",
         "shared",
         "start",
         "work_factor",
@@ -133,6 +140,9 @@ class Learner:
 
     def __init__(self, start: LatencyModel, shared: Hardware) -> None:
         self.start = start
+        self.a_s, self.b_s, self.q_s = start.a_s, start.b_s, start.q_s
+        """The start's coefficients, close at hand, and the next."""
+        self.d0_s, self.d1_s, self.d2_s = start.d0_s, start.d1_s, start.d2_s
         self.shared = shared
         self._prefill = self._decode = 0.0
         """Logarithms of its own speed, beside what is shared."""

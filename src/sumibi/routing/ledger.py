@@ -13,7 +13,7 @@ what was reserved.
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sumibi.core.errors import SumibiError
 
@@ -112,10 +112,10 @@ class Load:
         return weight
 
 
-HIGHER = 4.0
+HIGHER: Final = 4.0
 """A second of somebody more urgent counts as so many of one's own, and one of somebody less urgent as so much
 less. Which priority is the higher one decides, not by how much: they are ranks, on no scale."""
-HISTORY = 256
+HISTORY: Final = 256
 """Changes of `inflight` that are remembered per load (the older half is dropped beyond)."""
 
 

@@ -1,6 +1,7 @@
 """What attempts teach: latency models, usual lengths, and what endpoints without KV events remember."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.busy import BUSY_PERIOD_PREFILLS
 from sumibi.routing.decisions import Outcome
@@ -10,7 +11,8 @@ from sumibi.routing.fleet import Fleet, Model
 from sumibi.routing.ledger import Ledger
 from sumibi.routing.requests import Attempt, Request
 
-FETCHED, FETCHED_ALONE = 0.2, 1.0
+FETCHED: Final = 0.2
+FETCHED_ALONE: Final = 1.0
 """A stretch of prefills teaches how long these take if fetches were at most this part of it. A single prefill
 does, if its fetch took at most as long as the rest."""
 

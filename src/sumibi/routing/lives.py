@@ -8,6 +8,7 @@ logs stands for it.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 from sumibi.routing.computing import Computing
 from sumibi.routing.config import RouterConfig
@@ -33,9 +34,9 @@ from sumibi.routing.fleet import Fleet
 from sumibi.routing.index import BlockIndex
 from sumibi.routing.sequence import Forget, Step
 
-SAME_START_S = 0.05
+SAME_START_S: Final = 0.05
 """Process start times closer than this are the same one, read twice."""
-RESTARTED = "the engine process was started anew"
+RESTARTED: Final = "the engine process was started anew"
 
 
 class Lives:

@@ -1,8 +1,9 @@
 """How often something happened lately: a count that fades, and the rate that follows from it."""
 
 from math import log
+from typing import Final
 
-HALF_LIFE_S = 60.0
+HALF_LIFE_S: Final = 60.0
 
 
 class Pace:

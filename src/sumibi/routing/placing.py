@@ -7,7 +7,7 @@ that among all.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sumibi.routing.computing import Computing
 from sumibi.routing.cost import company_s, price
@@ -24,14 +24,14 @@ from sumibi.routing.recency import FRESH_S
 from sumibi.routing.returns import ReturnTimes
 from sumibi.routing.spread import spread_over
 
-MANY = 16
+MANY: Final = 16
 """Up to so many endpoints all are priced."""
-STALE_S = 2.0
+STALE_S: Final = 2.0
 """In a larger fleet orders of victims are used for so long if need be."""
-MOST_ORDERED = 4
+MOST_ORDERED: Final = 4
 """So many are renewed after a decision, which nobody waits for."""
 
-FEW = 8
+FEW: Final = 8
 """Of so many endpoints it is known singly how much of a prompt they have before any is priced."""
 NOTHING_AHEAD: Mapping[str, float] = {}
 

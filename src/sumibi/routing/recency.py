@@ -10,16 +10,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import add
+from typing import Final
 
 from sumibi.core.latency import LatencyModel
 from sumibi.core.prefixcache import PrefixCache, Segment
 from sumibi.routing.returns import BUSY_S, ReturnTimes
 
-FRESH_S = 1.0
+FRESH_S: Final = 1.0
 """How long a computed order of victims is used: chances hardly change within it."""
-SEGMENTS = 256
+SEGMENTS: Final = 256
 """Victims that are looked at singly; what is younger has the last one's chance of return at least."""
-RARE = 0.02
+RARE: Final = 0.02
 """Who returns with less than this chance is not waited for."""
 
 

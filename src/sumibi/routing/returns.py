@@ -14,26 +14,27 @@ how soon: whoever comes back while its endpoint is busy with a long prefill has 
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import log2
+from typing import Final
 
 from sumibi.core.prefixcache import PrefixCache
 
-CLASSES = 3
-BINS_PER_DOUBLING = 6
+CLASSES: Final = 3
+BINS_PER_DOUBLING: Final = 6
 BINS = 18 * BINS_PER_DOUBLING
 LONGEST_S = 2.0**18 - 2
 """Three days; whatever is longer counts as this."""
-PRIOR_USES = 20.0
+PRIOR_USES: Final = 20.0
 """Until traffic says otherwise prefixes are taken for agents': this many uses are made up for each class."""
 PRIOR_RETURNED = (0.5, 0.9, 0.95)
 PRIOR_IDLE_S = (1.0, 300.0)
 """Those came back evenly (in the logarithm) between these idle times."""
-BLOCKS_AN_END = 10
+BLOCKS_AN_END: Final = 10
 """For so many blocks of history the end of one prompt is remembered."""
-LONG_ANSWER_TOKENS = 4096
+LONG_ANSWER_TOKENS: Final = 4096
 """The next prompt of a conversation has its last one's end so many tokens at most before what is known."""
-FORGET_USES = 20_000.0
+FORGET_USES: Final = 20_000.0
 """Beyond so many uses of a class the older ones begin to fade."""
-REFRESH_USES = 128
+REFRESH_USES: Final = 128
 """Uses after which the probabilities are computed anew."""
 BUSY_S = tuple(0.5 * 2.0**i for i in range(9))
 """For how long an endpoint may be busy: `delays` are for these, 0.5 s to 128 s."""

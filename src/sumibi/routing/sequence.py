@@ -26,18 +26,19 @@ It knows neither keys nor the index, only batches; who applies them clears first
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.counters import Counters
 from sumibi.routing.events import EngineBatch
 
-REMEMBERED = 256
+REMEMBERED: Final = 256
 """Digests kept, to tell a repeated batch from another process's."""
-REPLAY_LIMIT_S = 120.0
+REPLAY_LIMIT_S: Final = 120.0
 """A replay without end mark counts as failed after this time."""
 
 
-NOT_HEARD = "no KV events have come yet"
+NOT_HEARD: Final = "no KV events have come yet"
 
 
 class Forget(Enum):

@@ -16,9 +16,10 @@ Clients that name their program or session are not guessed at (see `Arrived.prog
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
-MOST_TIPS = 50_000
-STRETCH = 64
+MOST_TIPS: Final = 50_000
+STRETCH: Final = 64
 """Blocks of a prompt that are passed over at once where no tip can be."""
 
 

@@ -12,7 +12,7 @@ Knows nothing of sequence numbers, endpoints or the index. In recorded logs its 
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sumibi.core.keys import extend_keys, root_key
 from sumibi.core.kvevents import BlockRemoved, BlockStored, EngineHash, KVEvent
@@ -35,7 +35,7 @@ FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attent
 """Kinds of KV cache whose blocks spare the prefill; a windowed or recurrent state does not."""
 
 
-MAX_POOLS = 32
+MAX_POOLS: Final = 32
 """Tiers and groups of one engine that are told apart; an engine has two or three."""
 
 

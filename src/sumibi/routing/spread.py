@@ -7,15 +7,15 @@ they stay comparable while the hardware's speed is still being learnt.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sumibi.routing.fading import faded_s, share_epoch_t
 from sumibi.routing.fleet import Roster
 from sumibi.routing.learning import Hardware
 
-FEW_PREFILLS = 16
+FEW_PREFILLS: Final = 16
 """So many usual prefills are added to what each endpoint did: differences of a few do not count."""
-FEW_SETTLED = 1.6
+FEW_SETTLED: Final = 1.6
 """The same where they settled: placed evenly, prompts are apart by one."""
 
 

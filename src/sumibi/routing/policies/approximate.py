@@ -14,13 +14,14 @@ One difference: the original hashes a partial last block, too. Here only full bl
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import Final
 
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.policies.base import Ask
 
-LRU_BLOCKS = 31_250
+LRU_BLOCKS: Final = 31_250
 """Blocks remembered for an endpoint that does not report its capacity."""
-MIN_BLOCK_TOKENS = 64
+MIN_BLOCK_TOKENS: Final = 64
 """Smaller blocks are joined: each entry costs the router memory (llm-d-router issue 1158)."""
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from math import inf, nextafter
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 
-SLACK = 0.02
+SLACK: Final = 0.02
 """Costs that differ by less than this part of the best candidate's time to first token are a tie: the
 models do not know it better, and a tie is free to be used for balance."""
 

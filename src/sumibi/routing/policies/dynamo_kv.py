@@ -16,6 +16,7 @@ out costs nothing.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
@@ -27,7 +28,9 @@ DEFAULT_WEIGHTS = (1.0, 1.0, 0.0)
 """`overlap_score_credit` (device), `prefill_load_scale`, `decode_active_request_weight` (in tokens)."""
 AGENTIC_WEIGHTS = (2.0, 4.0, 1024.0)
 """`--agentic`, documented after 1.6.1: 64 blocks of 16 tokens for each running request."""
-HOST, DISK, SHARED = 0.75, 0.25, 0.5
+HOST: Final = 0.75
+DISK: Final = 0.25
+SHARED: Final = 0.5
 """`host_cache_hit_weight`, `disk_cache_hit_weight`, `shared_cache_multiplier` (where one is configured)."""
 
 

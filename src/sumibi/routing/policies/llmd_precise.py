@@ -13,6 +13,7 @@ The original also pays some 30-60 ms for tokenising elsewhere, which is not imit
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
@@ -20,9 +21,9 @@ from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.policies.chains import common_blocks
 from sumibi.routing.policies.llmd_weighted import Scorers
 
-SPECULATIVE_S = 2.0
+SPECULATIVE_S: Final = 2.0
 """Life of a speculative entry."""
-HOST = 0.8
+HOST: Final = 0.8
 """What a block in host memory counts; one on the device or on a disk of its own counts 1."""
 
 

@@ -6,10 +6,11 @@ said, however old; nothing scraped yet counts as idle.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.endpoint import Endpoint
 
-LRU_ENDPOINTS = 1024
+LRU_ENDPOINTS: Final = 1024
 """Endpoints whose turn `NoHitLru` remembers."""
 
 

@@ -14,6 +14,7 @@ it is open all endpoints are equal; it sees only prefills; it knows no KV capaci
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
@@ -21,11 +22,11 @@ from sumibi.routing.policies.approximate import ApproximateIndex, capacity_block
 from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.policies.inflight import InFlightTokens
 
-AFFINITY = 0.80
+AFFINITY: Final = 0.80
 """Share of a prompt's blocks that makes an endpoint sticky."""
-TOKEN_LIMIT = 4_194_304
+TOKEN_LIMIT: Final = 4_194_304
 """Where the token-load scorer saturates: above it all are equal."""
-CHUNK_TOKENS = 8_192
+CHUNK_TOKENS: Final = 8_192
 
 R_PEAK_TOKENS_PER_S = {
     "qwen3-32b 2xH100": 15_928.0,

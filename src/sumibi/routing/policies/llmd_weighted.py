@@ -7,6 +7,7 @@ one matched block anywhere switches the spreading of cold prompts off; see `appr
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
@@ -14,7 +15,10 @@ from sumibi.routing.policies import llmd_scores
 from sumibi.routing.policies.approximate import ApproximateIndex, capacity_blocks, prompt_blocks
 from sumibi.routing.policies.base import Ask, Policy
 
-QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT, NO_HIT_WEIGHT = 2.0, 2.0, 3.0, 2.0
+QUEUE_WEIGHT: Final = 2.0
+KV_WEIGHT: Final = 2.0
+PREFIX_WEIGHT: Final = 3.0
+NO_HIT_WEIGHT: Final = 2.0
 """llm-d guides, optimised baseline (Jun 2026)."""
 
 

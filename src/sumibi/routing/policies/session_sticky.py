@@ -12,13 +12,14 @@ Known holes: blind to load once bound, to what sub-agents share, and to when mov
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Finished
 from sumibi.routing.policies.base import Ask, Policy, ranks
 
-IDLE_S = 300.0
+IDLE_S: Final = 300.0
 
 
 class SessionSticky(Policy):

@@ -15,6 +15,7 @@ longest match it is always the same one, so a shared system prompt draws everyth
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
@@ -22,15 +23,15 @@ from sumibi.routing.index import BlockIndex
 from sumibi.routing.policies.base import Ask, Policy
 from sumibi.routing.recall import Recall
 
-MATCH_SHARE = 0.3
+MATCH_SHARE: Final = 0.3
 """`cache_threshold`"""
-ABSOLUTE_IMBALANCE = 64
+ABSOLUTE_IMBALANCE: Final = 64
 """`balance_abs_threshold`, requests"""
-RELATIVE_IMBALANCE = 1.5
+RELATIVE_IMBALANCE: Final = 1.5
 """`balance_rel_threshold`"""
-TREE_CHARACTERS = 67_108_864
+TREE_CHARACTERS: Final = 67_108_864
 """`max_tree_size`, characters per endpoint. The original cuts back once a minute, we at once."""
-CHARACTERS_PER_TOKEN = 4
+CHARACTERS_PER_TOKEN: Final = 4
 
 
 class CacheAware(Policy):
