@@ -61,7 +61,10 @@ def objectives_of(words: Iterable[str]) -> dict[str, int]:
 
 
 def _first(named: Mapping[bytes, bytes], names: tuple[bytes, ...]) -> bytes:
-    return next((value for name in names if (value := named.get(name))), b"")
+    for name in names:
+        if value := named.get(name):
+            return value
+    return b""
 
 
 def _ttl_s(value: bytes) -> float | None:

@@ -71,23 +71,24 @@ def first_present(**fields: Raw) -> str:
     return next((name for name, value in fields.items() if present(value)), "")
 
 
+ABSENT = Raw()
+"""The value of a field that is not in the body."""
+
+
 class TransferFields(msgspec.Struct, kw_only=True):
     """Fields with which a client says itself where KV or embeddings come from."""
 
-    kv_transfer_params: Raw = Raw()
-    ec_transfer_params: Raw = Raw()
-    bootstrap_host: Raw = Raw()
-    bootstrap_room: Raw = Raw()
-    kv_router_hint: Raw = Raw()
+    kv_transfer_params: Raw = ABSENT
+    ec_transfer_params: Raw = ABSENT
+    bootstrap_host: Raw = ABSENT
+    bootstrap_room: Raw = ABSENT
+    kv_router_hint: Raw = ABSENT
 
     @property
     def transfer(self) -> str:
         """The name of the first one that is there."""
-        if present(self.kv_transfer_params):
-            return "kv_transfer_params"
-        return first_present(
-            ec_transfer_params=self.ec_transfer_params,
-            bootstrap_host=self.bootstrap_host,
-            bootstrap_room=self.bootstrap_room,
-            kv_router_hint=self.kv_router_hint,
-        )
+        for name in TransferFields.__struct_fields__:
+            value = getattr(self, name)
+            if value is not ABSENT and present(value):
+                return name
+        return ""

@@ -1,21 +1,19 @@
 """OpenAI's chats and completions, with vLLM's additions."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from sumibi.core.errors import BadRequest
 from sumibi.prompts.dialects.fields import (
-    NonEmpty,
-    Positive,
     Raw,
-    TransferFields,
     decode_body,
     decode_objects,
     given,
     raw_list,
 )
 from sumibi.prompts.dialects.inputs import prompts_of
+from sumibi.prompts.dialects.openai_views import ChatView, CompletionView, View
 from sumibi.prompts.dialects.request import (
     Conversion,
     Dialect,
@@ -26,45 +24,8 @@ from sumibi.prompts.dialects.request import (
 )
 from sumibi.prompts.template import Message, SharedObject
 
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-class _View(TransferFields, kw_only=True):
-    """Fields that chat and plain completions share. Unknown fields are skipped, not refused."""
-
-    model: NonEmpty
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    n: Positive | None = None
-    cache_salt: NonEmpty | None = None
-    truncate_prompt_tokens: int | None = None
-
-
-class _ChatView(_View, kw_only=True):
-    messages: Annotated[list[Raw], msgspec.Meta(min_length=1)]
-    tools: Raw = Raw()
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class _CompletionView(_View, kw_only=True):
-    prompt: Raw
-    # The dialect's own default, 16; an explicit null lifts it.
-    max_tokens: Positive | None = 16
-    add_special_tokens: bool = True
-
-
-_chat_view = msgspec.json.Decoder(_ChatView)
-_completion_view = msgspec.json.Decoder(_CompletionView)
+_chat_view = msgspec.json.Decoder(ChatView)
+_completion_view = msgspec.json.Decoder(CompletionView)
 
 
 def parse_chat(body: bytes) -> PromptRequest:
@@ -121,11 +82,11 @@ def parse_completion(body: bytes) -> PromptRequest:
     )
 
 
-def _truncation(view: _View) -> str:
+def _truncation(view: View) -> str:
     return "truncate_prompt_tokens" if view.truncate_prompt_tokens is not None else ""
 
 
-def _include_usage(view: _View) -> bool:
+def _include_usage(view: View) -> bool:
     return bool(view.stream_options is not None and view.stream_options.include_usage)
 
 
