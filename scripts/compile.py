@@ -19,6 +19,8 @@ PACKAGES = ("core", "routing", "routing/policies", "prompts", "prompts/dialects"
 LEFT = frozenset(
     (
         "core/errors.py",
+        "prompts/llama.py",
+        "prompts/samples.py",
         "prompts/template.py",
         *(
             f"gateway/{name}.py"
