@@ -458,3 +458,17 @@ async def test_speeds_that_an_engine_has_measured_meanwhile_are_the_router_s(lab
         engine.sources = {"kv_tiers": [tier]}
         await it.until(lambda: [t.gb_per_s for t in view(it, engine).tiers] == [pytest.approx(0.5)])
         assert view(it, engine).tiers[0].latency_s == 0.01
+
+
+async def test_what_is_known_of_a_cache_is_told_within_bounds(lab, behaviours, caplog):
+    """An engine that breaks every connection changes it with every request."""
+    caplog.set_level("INFO")
+    async with lab() as it:
+        (await it.engine()).behave = behaviours.write_then_break(b"")
+        await it.start()
+        for _ in range(20):
+            await ask(it)
+            await it.until(lambda: it.gateway.router.fleet_view()[0].suspect is None)
+        lines = [line for line in caplog.messages if "cache knowledge" in line]
+        assert len(lines) == 7
+        assert "no more is told" in lines[-1]

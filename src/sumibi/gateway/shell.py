@@ -37,6 +37,10 @@ from sumibi.routing.events import (
 )
 from sumibi.routing.router import Router
 
+_GRADES_TOLD = 6
+"""Changes of an endpoint's grade that are logged within `_GRADES_S`."""
+_GRADES_S = 60.0
+
 log = logging.getLogger(__name__)
 
 
@@ -116,6 +120,7 @@ class Shell:
         self._record_usage = record_usage
         self._recorder = recorder
         self._wall_clock = wall_clock
+        self._grades_told: dict[str, tuple[float, int]] = {}  # endpoint -> since when, how often
         self._timer: asyncio.TimerHandle | None = None
         self._wakes: list[float] = []  # heap of the times at which the router wants a tick
 
@@ -276,12 +281,22 @@ class Shell:
                 self.hint(instruction.endpoint, instruction.request)
             case GradeChanged():
                 self.metrics.endpoint(instruction.endpoint).grade = instruction.grade.value
-                log.info(
-                    "%s: cache knowledge is %s (%s)",
-                    instruction.endpoint,
-                    instruction.grade,
-                    instruction.cause,
-                )
+                self._tell_grade(instruction)
+
+    def _tell_grade(self, changed: GradeChanged) -> None:
+        """Log it, but not every time for an engine that breaks connections all the time."""
+        endpoint, now = changed.endpoint, self.now()
+        since_t, told = self._grades_told.get(endpoint, (now, 0))
+        if now - since_t >= _GRADES_S:
+            since_t, told = now, 0
+        self._grades_told[endpoint] = since_t, told + 1
+        if told < _GRADES_TOLD:
+            log.info("%s: cache knowledge is %s (%s)", endpoint, changed.grade, changed.cause)
+        elif told == _GRADES_TOLD:
+            log.warning(
+                "%s: cache knowledge changes all the time (now: %s, %s); for %g s no more is told of it",
+                *(endpoint, changed.grade, changed.cause, _GRADES_S - (now - since_t)),
+            )
 
     def _record(self, recorder: Recorder, event: Event, instructions: list[Instruction]) -> None:
         """Decisions made and outcomes learnt; events come to the recorder from the router itself."""
