@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PACKAGES = ("core", "routing", "routing/policies", "prompts", "prompts/dialects", "gateway")
+PACKAGES = ("core", "routing", "routing/policies", "prompts", "prompts/dialects", "sim", "gateway")
 LEFT = frozenset(
     (
         "core/errors.py",

@@ -282,7 +282,7 @@ class Replica:
         while end > (minute + 1) * 60:
             self.busy_s[minute] = self.busy_s.get(minute, 0.0) + (minute + 1) * 60 - start
             minute += 1
-            start = minute * 60
+            start = minute * 60.0
         self.busy_s[minute] = self.busy_s.get(minute, 0.0) + end - start
 
     def _lasts(self, steps: int) -> float:
