@@ -181,7 +181,8 @@ def _encoding_us(kit: Kit, unique: dict[str, Any]) -> float:
 
 def _memory(kit: Kit, loaded_mb: float, cmd: str) -> list[report.Figure]:
     """Of what is resident after the load: the index, the tokenizer, the rest. Each by leaving it out."""
-    window = ("--dur", "0.5", "--rounds", "1", "--sets", "small", "--side", kit.publisher(120))
+    # Long enough for the index to be told whole.
+    window = ("--dur", "4", "--rounds", "1", "--sets", "small", "--side", kit.publisher(120))
     bare, tokenizer, full = (
         kit.measure("run", *window, command=command)["rss_mb"][1]
         for command in (kit.ours(events=False, tokenizer=False), kit.ours(events=False), kit.ours())
