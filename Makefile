@@ -93,7 +93,7 @@ bench-engine: $(VENV)/installed-dev setup  ## the embedded engine against transf
 	@$(BIN)/python -m benchmarks.engine $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 bench-decide: $(VENV)/installed-dev setup  ## what a decision and the index under it cost, one core
-	@$(BIN)/python -m benchmarks.decide $(if $(DYNAMO_PYTHON),--dynamo-python $(DYNAMO_PYTHON))
+	@$(BIN)/python -m benchmarks.decide $(if $(DYNAMO_PYTHON),--dynamo-python $(DYNAMO_PYTHON)) $(if $(wildcard $(COMPILED)/made),--compiled $(COMPILED))
 
 bench-simulator: $(VENV)/installed-dev setup  ## is the simulator right (a published ladder, a live run) and fast
 	@$(BIN)/python -m benchmarks.simulator; ladder=$$?; \

@@ -9,6 +9,7 @@ import argparse
 import os
 import statistics
 import sys
+from pathlib import Path
 
 from benchmarks.contestant import Process, parser
 from benchmarks.decide import content
@@ -19,9 +20,10 @@ from sumibi.bench import report
 from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
 
 
-def started(name: str, *, python: str = sys.executable) -> Process:
-    """The process of `benchmarks.decide.NAME_worker`."""
-    return Process(name, [python, "-m", f"benchmarks.decide.{name}_worker"])
+def started(name: str, *, python: str = sys.executable, package: Path | None = None) -> Process:
+    """The process of `benchmarks.decide.NAME_worker`; `package`: the directory of its sumibi."""
+    environment = None if package is None else {**os.environ, "PYTHONPATH": str(package.resolve())}
+    return Process(name, [python, "-m", f"benchmarks.decide.{name}_worker"], environment)
 
 
 def main() -> None:
@@ -41,6 +43,8 @@ def main() -> None:
         ),
     ]
     figures += _decide(options)
+    if options.compiled is not None:
+        figures += _compiled(options)
     figures += _events(options)
     figures += [each for each in measure_prompts(ensure_model(DEFAULT_MODEL), options.cmd) if each.target]
     figures += _program(options)
@@ -52,8 +56,14 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     known = parser("decide", __doc__)
     known.add_argument("--dynamo-python", help="interpreter with ai-dynamo-runtime==1.6.1, to compare with")
+    known.add_argument("--compiled", type=Path, help="what `make compiled` made, to measure it as well")
     options = known.parse_args()
-    options.cmd = "make bench-decide" + (" (with DYNAMO_PYTHON)" if options.dynamo_python else "")
+    given = [
+        name
+        for name, value in (("DYNAMO_PYTHON", options.dynamo_python), ("COMPILED", options.compiled))
+        if value
+    ]
+    options.cmd = "make bench-decide" + (f" (with {' and '.join(given)})" if given else "")
     return options
 
 
@@ -102,6 +112,23 @@ def _decide(options: argparse.Namespace) -> list[report.Figure]:
                 )
             )
     return figures
+
+
+def _compiled(options: argparse.Namespace) -> list[report.Figure]:
+    """The same decisions, by compiled code (docs/decisions/0029)."""
+    taken: dict[str, list[Results]] = {"decide": []}
+    with started("router", package=options.compiled) as router:
+        _take_turns({"compiled": (router, taken)}, options.rounds)
+    return [
+        report.figure(
+            f"compiled: a decision, {part}",
+            [took[f"{part}_us"] for took in taken["decide"]],
+            "µs",
+            at_most=at_most,
+            cmd=options.cmd,
+        )
+        for part, at_most in (("p50", 120.0), ("p99", 1000.0))
+    ]
 
 
 def _take_turns(contestants: dict[str, tuple[Process, dict[str, list[Results]]]], rounds: int) -> None:

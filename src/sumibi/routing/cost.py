@@ -41,6 +41,7 @@ from typing import Final
 from sumibi.routing.decisions import Candidate
 from sumibi.routing.endpoint import Endpoint
 from sumibi.routing.events import Role
+from sumibi.routing.fading import faded_s
 from sumibi.routing.lower import NO_FETCH, Fetch, Kind
 from sumibi.routing.spread import Spread
 
@@ -186,10 +187,10 @@ def price(
             leaves = needed - max(0, capacity - on_device - coming)
             evict_s = lower.evict_s(evict_s, recency, over, leaves, endpoint.below_blocks(), block_tokens)
 
-    hardware_work = learner.shared.work
-    worked_s = endpoint.worked_lately_s(t) * hardware_work + spread.few_s
+    hardware_work, fade = learner.shared.work, faded_s(1.0, t - endpoint.worked_t)
+    worked_s = endpoint.worked_s * fade * hardware_work + spread.few_s
     balance_s = work_s * (WORK + imbalance(worked_s, spread.level_s))
-    more_settled_s = endpoint.settled_lately_s(t) * hardware_work - spread.least_settled_s
+    more_settled_s = endpoint.settled_s * fade * hardware_work - spread.least_settled_s
     if more_settled_s > 0:
         more = more_settled_s / spread.settled_level_s
         steps_s = more * output_tokens * step_growth_s

@@ -212,6 +212,7 @@ def _shortlist(
     place) of those that may be priced within a limit; `first` may be among them.
     """
     near = [(floor_s(place), place) for place in first]
+    bounded = {place for _, place in near}
     near.sort()
     _, place = near[0]
     candidate = look(place)
@@ -226,7 +227,7 @@ def _shortlist(
     for bound_s, place in near:
         if bound_s > limit_s:
             break
-        if place in found or floor_s(place) > limit_s:
+        if place in found or (place not in bounded and floor_s(place) > limit_s):
             continue
         found[place] = candidate = look(place)
         if candidate.total_s < best_s:
