@@ -3,8 +3,9 @@
 Three ways to where a chat's prompt ends in the trie, each checked against the slower one behind it:
 
 1. *Seen before*: the same messages, byte for byte, with the same tools and arguments. Nothing is decoded.
-2. *Grown*: the messages begin with those of a conversation seen before, and the template was proved
-   append-only (`sumibi.prompts.growth`). Only the new messages are decoded and rendered.
+2. *Grown*: the messages begin with those of a conversation seen before, or with all but the last of one that
+   was rendered whole, and the template was proved append-only (`sumibi.prompts.growth`). Only the new
+   messages are decoded and rendered.
 3. *Whole*: every message is decoded and rendered.
 
 Of the first two, one in a hundred is done the third way too. A difference is counted, logged, and
@@ -23,7 +24,7 @@ from sumibi.prompts.dialects import PromptRequest, settled
 from sumibi.prompts.growth import HEAD_MESSAGES, Growth, Rendering, seam_of
 from sumibi.prompts.segments import Place, Segment, SegmentStore
 from sumibi.prompts.template import ChatTemplate, Message
-from sumibi.prompts.texts import Texts, last_boundary
+from sumibi.prompts.texts import Put, Texts, last_cut
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ CHECK_EVERY: Final = 100
 
 _NEWEST: Final = 32
 """Messages from the end at which a known conversation is looked for: more than a turn ever adds."""
+
+_STEM: Final = b"<"
+"""Behind a name: the place where a conversation goes on after these messages; no prompt ended there."""
 
 
 class ChatStats(msgspec.Struct):
@@ -92,12 +96,17 @@ class Chats:
         )
         self.stats.whole += 1
         start = self._texts.start(request_root(request), add_special_tokens=request.add_special_tokens)
-        return self._put(request, digests, start, text)
+        put = self._texts.put(start, text)
+        if digests is not None and len(digests) > 1:
+            self._name_stem(request, digests[-2], start, put, text)
+        return self._named(request, digests, start, put, text)
 
     def _recognise(self, request: PromptRequest, digests: list[bytes]) -> Found | None:
         """As `_whole`, for a conversation that was seen before, or was seen before it grew."""
         for new, digest in enumerate(reversed(digests)):
             place = self._store.find(digest)
+            if place is None and new == 1:
+                place = self._store.find(digest + _STEM)
             if place is None:
                 continue
             if new > 0:
@@ -110,23 +119,46 @@ class Chats:
         rendering = _rendering(request)
         if place.base is None or self._growth.proof(rendering) is None:
             return None
-        joint = _one_to_one(request, known) if request.conversion.one_to_one else _converted(request, known)
-        grown = None if joint is None else self._growth.grown(joint.seam, joint.new, rendering)
+        grown = self._added(request, known, rendering)
         if grown is None:
             return None
         self.stats.grown += 1
-        return self._put(request, digests, place.base, place.tail + grown)
+        text = place.tail + grown
+        return self._named(request, digests, place.base, self._texts.put(place.base, text), text)
 
-    def _put(self, request: PromptRequest, digests: list[bytes] | None, start: Segment, text: str) -> Found:
-        """Put the rendered `text` after `start`, and name the place for the next turn."""
-        put = self._texts.put(start, text)
+    def _added(self, request: PromptRequest, known: int, rendering: Rendering) -> str | None:
+        """The text that all messages but the first `known` add, None if that cannot be told."""
+        joint = _one_to_one(request, known) if request.conversion.one_to_one else _converted(request, known)
+        return None if joint is None else self._growth.grown(joint.seam, joint.new, rendering)
+
+    def _name_stem(self, request: PromptRequest, digest: bytes, start: Segment, put: Put, text: str) -> None:
+        """Name the place before the last message, for the same conversation with other last words.
+
+        Only of what was rendered whole: what grew has the place from which it grew. `digest` is that of all
+        messages but the last.
+        """
+        rendering = _rendering(request)
+        if self._growth.proof(rendering) is None:
+            return
+        added = self._added(request, len(request.raw_messages) - 1, rendering)
+        if not added or not text.endswith(added):
+            return
+        length = len(text) - len(added)
+        base, at = last_cut(start, put, length)
+        if at > 0:  # its name goes with it, and nothing goes before what follows it
+            self._store.name(digest + _STEM, Place(base, base, text[at:length]))
+
+    def _named(
+        self, request: PromptRequest, digests: list[bytes] | None, start: Segment, put: Put, text: str
+    ) -> Found:
+        """Where the prompt ends whose `text` was put after `start`; named for the next turn."""
         end = self._texts.close(put.end, add_special_tokens=request.add_special_tokens)
         if digests is not None:
             length = self._length_that_stays(request, text)
             if length is None:
                 place = Place(end)
             else:
-                base, at = last_boundary(start, put, length)
+                base, at = last_cut(start, put, length)
                 place = Place(end, base, text[at:length])
             self._store.name(digests[-1], place)
         return Found(end, put.reused_tokens)

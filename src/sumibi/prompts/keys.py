@@ -19,13 +19,13 @@ from sumibi.prompts.chunks import chunk_keys
 from sumibi.prompts.dialects import PromptKind, PromptRequest
 from sumibi.prompts.segments import Place, SegmentStore
 from sumibi.prompts.template import ChatTemplate, UnsupportedContent
-from sumibi.prompts.texts import Texts, TooLong
+from sumibi.prompts.texts import Texts, TooLong, WrongCut
 from sumibi.prompts.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES: Final = 64 << 20
-"""About 250 conversations of 128 KB, token ids not kept."""
+"""About 160 conversations of 128 KB, token ids not kept."""
 
 
 class PromptGrade(StrEnum):
@@ -107,6 +107,9 @@ class PromptReader:
     def stats(self) -> ReaderStats:
         """The counts as of now."""
         chats = {} if self._chats is None else msgspec.structs.asdict(self._chats.stats)
+        if self._texts is not None and self._texts.cuts_off:
+            chats["mismatches"] = chats.get("mismatches", 0) + 1
+            chats["fast_paths_off"] = chats.get("fast_paths_off") or self._texts.cuts_off
         return msgspec.structs.replace(
             self._stats,
             **chats,
@@ -141,13 +144,19 @@ class PromptReader:
         if self._chats is None and request.kind is PromptKind.CHAT:
             return self._approximate(request, "a chat, but the model has no chat template")
         try:
-            if self._chats is not None and request.kind is PromptKind.CHAT:
-                return [self._exact(self._chats.read(request))]
-            return [self._of_text(request, text, self._texts) for text in request.texts]
+            try:
+                return self._tokenised(request, self._texts)
+            except WrongCut:
+                return self._tokenised(request, self._texts)
         except TooLong:
             return self._approximate(request, "a prompt longer than any context")
         except UnsupportedContent:
             return self._approximate(request, "content that is no text, or that only the engine knows")
+
+    def _tokenised(self, request: PromptRequest, texts: Texts) -> list[Prompt]:
+        if self._chats is not None and request.kind is PromptKind.CHAT:
+            return [self._exact(self._chats.read(request))]
+        return [self._of_text(request, text, texts) for text in request.texts]
 
     def recall(self, request: PromptRequest) -> Prompt | None:
         """What `read_tokens` was told about the same request before; None if nothing, or no more."""

@@ -1,7 +1,7 @@
 """What is known of prompts that were read before: a trie of text segments with their tokens and keys.
 
-A prompt's text is cut at its special tokens (`Tokenizer.boundaries`), so a segment can be tokenised alone
-and its tokens depend on nothing around it. A conversation is a path in the trie; one that grows or forks
+A prompt's text is cut where its tokens don't change by it (`sumibi.prompts.texts`), so a segment can be tokenised
+alone and its tokens depend on nothing around it. A conversation is a path in the trie; one that grows or forks
 shares the path up to its first new segment. Each segment holds what extending the path by it added: token
 ids, and the keys of the routing blocks that became full.
 
@@ -27,6 +27,8 @@ _SLOT_BYTES: Final = 8
 _NAME_BYTES: Final = 400
 """One name with its place."""
 _NAMES_PER_SEGMENT: Final = 8
+_NEAR: Final = 64
+"""Segments from one that holds all keys in which another one need not: going over them is a few microseconds."""
 _NO_KEYS: tuple[int, ...] = ()
 
 
@@ -145,6 +147,15 @@ class SegmentStore:
         if place.base is not None:
             self._hold_keys(place.base)
 
+    def clear(self) -> None:
+        """Drop everything; not counted as evicted."""
+        for segment in self._order:
+            segment.parent = None
+        self._order.clear()
+        self._places.clear()
+        self._top.children.clear()
+        self.bytes = 0
+
     def find(self, name: bytes) -> Place | None:
         """The place known as `name`."""
         return self._places.get(name)
@@ -174,9 +185,12 @@ class SegmentStore:
         return path, at
 
     def _hold_keys(self, base: Segment) -> None:
-        """Let `base` hold all keys of its path, taken over from the segment before it that held them."""
+        """Let `base` hold all keys of its path, taken over from the segment before it that held them.
+
+        Not if that one is near: then many paths may go on from it.
+        """
         path, holder = self._climb(base)
-        if not path:
+        if not path or (holder.held_keys is not None and len(path) < _NEAR):
             return
         keys = holder.held_keys or []
         self._resize(holder, -_SLOT_BYTES * len(keys))

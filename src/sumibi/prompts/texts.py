@@ -1,15 +1,40 @@
-"""Texts with their tokens and keys: a tokenizer in front of the trie of segments."""
+"""Texts with their tokens and keys: a tokenizer in front of the trie of segments.
 
+A text is cut at its special tokens, and what is long between two of them also between words, if the tokenizer
+allows that (`sumibi.prompts.cuts`). Cuts are found from left to right and depend on nothing that follows, so
+texts that begin alike are cut alike: of a long message with new words at its end only those are tokenised.
+
+That such cuts change no token is checked: one in a hundred characters that are tokenised in pieces is tokenised
+again, the pieces together. A difference is counted, logged, and ends cutting between words for good.
+"""
+
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+from sumibi.prompts.cuts import BETWEEN_WORDS
 from sumibi.prompts.segments import Segment, SegmentStore
 from sumibi.prompts.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 _SHORT_CHARACTERS: Final = 32
 """Half of a chat's pieces are markers such as `<|im_end|>\\n`; a call costs more than their few tokens."""
+
+
+PIECE_CHARACTERS: Final = 512
+"""The next place between words that is so far from the last cut is one. Half of it is tokenised again when words
+are added; a segment costs as much memory as so many characters."""
+
+_CHECK_EVERY: Final = 100
+_MOST_CHECKED: Final = 32_768
+"""Characters tokenised again at once, at most: some ten milliseconds."""
+
+
+class WrongCut(Exception):
+    """Texts were cut where their tokens change. It can't happen again: all was forgotten; read once more."""
 
 
 class TooLong(Exception):
@@ -23,8 +48,8 @@ class Put(NamedTuple):
     """Its last segment."""
     reused_tokens: int
     """Tokens on the path that were there before."""
-    spans: list[tuple[int, int]]
-    """Its boundaries (`Tokenizer.boundaries`)."""
+    cuts: list[tuple[int, int]]
+    """Where it was cut: `(start, end)`, in front of `start`, whatever comes after `end`."""
 
 
 class Texts:
@@ -35,6 +60,11 @@ class Texts:
         self._store = store
         self.longest_tokens: int | None = None
         """Tokens that a prompt may have, None for any number."""
+        self.cuts_off = ""
+        """Why texts are no longer cut between words; empty while they are."""
+        self._between_words = tokenizer.cuts_between_words
+        self._to_check = 0.0
+        """Characters that may be tokenised again."""
         self._encode_short = lru_cache(maxsize=1024)(self._encode_one)
 
     def start(self, root_key: int, *, add_special_tokens: bool) -> Segment:
@@ -48,16 +78,65 @@ class Texts:
         """
         if self.longest_tokens is not None and self._tokenizer.least_tokens(text) > self.longest_tokens:
             raise TooLong
-        spans = self._tokenizer.boundaries(text)
-        cuts = [0, *(at for at, _ in spans if at > 0), len(text)]
-        pieces = [text[a:b] for a, b in pairwise(cuts)] if text else []
+        cuts = self._cuts(text)
+        at = [0, *(start for start, _ in cuts if start > 0), len(text)]
+        pieces = [text[a:b] for a, b in pairwise(at)] if text else []
         end, known = self._store.walk(start, pieces)
         reused_tokens = end.tokens
         new = pieces[known:]
         # All at once and before anything is added: either the whole text stands in the trie or nothing.
-        for piece, token_ids in zip(new, self._encode(new), strict=True):
+        new_ids = self._encode(new)
+        if self._between_words and len(cuts) and len(new) > 0:
+            self._check(pieces, known)
+        for piece, token_ids in zip(new, new_ids, strict=True):
             end = self._store.add(end, piece, token_ids)
-        return Put(end, reused_tokens, spans)
+        return Put(end, reused_tokens, cuts)
+
+    def _cuts(self, text: str) -> list[tuple[int, int]]:
+        """Where `text` is cut, from left to right. All are still there if more text follows."""
+        boundaries = self._tokenizer.boundaries(text)
+        if not self._between_words or len(text) <= PIECE_CHARACTERS:
+            return boundaries
+        cuts: list[tuple[int, int]] = []
+        at = 0
+        for boundary in boundaries:
+            if boundary[0] - at > PIECE_CHARACTERS:
+                _cut_between_words(text, at, boundary[0], cuts)
+            cuts.append(boundary)
+            at = boundary[0]
+        if len(text) - at > PIECE_CHARACTERS:
+            _cut_between_words(text, at, len(text), cuts)
+        return cuts
+
+    def _check(self, pieces: list[str], known: int) -> None:
+        """Tokenise the last run of pieces that were cut between words again, whole, if it is time to.
+
+        Raises WrongCut if its tokens are others; then everything was forgotten.
+        """
+        last = len(pieces) - 1
+        while last >= known and not pieces[last].startswith(" "):
+            last -= 1
+        if last < known:
+            return
+        self._to_check += sum(map(len, pieces[known:])) / _CHECK_EVERY
+        if self._to_check <= 0:
+            return
+        first, characters = last, len(pieces[last])
+        while first > 0 and pieces[first].startswith(" ") and characters < _MOST_CHECKED:
+            first -= 1
+            characters += len(pieces[first])
+        if first == last:
+            return
+        run = pieces[first : last + 1]
+        self._to_check -= 2 * characters
+        whole, *parts = self._tokenizer.encode_batch(["".join(run), *run], add_special_tokens=False)
+        if whole == [token for part in parts for token in part]:
+            return
+        self._between_words = False
+        self.cuts_off = "a text cut between words has other tokens"
+        self._store.clear()
+        _log.error("prompt keys: %s; from now on every message is tokenised whole", self.cuts_off)
+        raise WrongCut
 
     def _encode(self, pieces: list[str]) -> list[Sequence[int]]:
         long = [piece for piece in pieces if len(piece) > _SHORT_CHARACTERS]
@@ -79,14 +158,25 @@ class Texts:
         return end.children.get(name) or self._store.add(end, name, suffix)
 
 
-def last_boundary(start: Segment, put: Put, length: int) -> tuple[Segment, int]:
-    """The last boundary within the first `length` characters: the segment before it, and its position.
+def _cut_between_words(text: str, start: int, end: int, cuts: list[tuple[int, int]]) -> None:
+    """Add the cuts between words in `text[start:end]`, in front of which it was cut."""
+    at = start
+    while end - at > PIECE_CHARACTERS:
+        found = BETWEEN_WORDS.search(text, at + PIECE_CHARACTERS, end)
+        if found is None:
+            return
+        at = found.start() + 1
+        cuts.append((at, at + 2))
 
-    Only a boundary that lies there entirely will still be one when other text follows. If there is none,
-    it is the `start` of the text.
+
+def last_cut(start: Segment, put: Put, length: int) -> tuple[Segment, int]:
+    """The last cut within the first `length` characters: the segment before it, and its position.
+
+    Only a cut that was decided there entirely will still be one when other text follows. If there is none, it
+    is the `start` of the text.
     """
     before = put.end
-    for at, stop in reversed(put.spans):
+    for at, stop in reversed(put.cuts):
         if at > 0:
             assert before.parent is not None
             before = before.parent

@@ -22,6 +22,7 @@ import tokenizers
 
 from sumibi.core.errors import BadRequest, ModelError
 from sumibi.prompts import llama
+from sumibi.prompts.cuts import between_words
 
 # Read by the tokenizers library at each call. Its thread pool would fight the engines for cores, and a
 # process that has used it cannot fork quietly. A user's own setting stands.
@@ -49,6 +50,8 @@ class Tokenizer:
         self._longest_token: int | None = None  # characters; found when first asked for
         self._decoder = "" if backend.decoder is None else str(backend.decoder)
         self._boundary = _boundary_pattern(list(added.values()))
+        self.cuts_between_words = between_words(backend)
+        """Whether text may also be cut between two words (`sumibi.prompts.cuts`)."""
         self.prefix_ids, self.suffix_ids = self._affixes()
         """What `encode(..., add_special_tokens=True)` puts around a text."""
 
