@@ -60,7 +60,7 @@ _BRANCHES: Final = (
     r"\s+(?!\S)",
     r"\s+",
 )
-"""Branches of the expressions of GPT-2, cl100k, o200k, and models after them (Llama 3, Qwen, DeepSeek, GLM)."""
+"""Of the expressions of GPT-2, cl100k, o200k, and of models after them (Llama 3, Qwen, DeepSeek, GLM)."""
 
 _BRANCH: Final = "(?:" + "|".join(map(re.escape, sorted(_BRANCHES, key=len, reverse=True))) + ")"
 _EXPRESSION: Final = re.compile(rf"{_BRANCH}(?:\|{_BRANCH})*")
@@ -144,7 +144,7 @@ def _splits_well(part: dict[str, Any]) -> bool:
 
 
 def _holds(backend: tokenizers.Tokenizer) -> bool:
-    """Try some two hundred cuts at once: between words that follow all kinds of text, and are followed by it."""
+    """Try some two hundred cuts at once, between words that stand among all kinds of text."""
     text = _text_to_try()
     starts = [0, *(match.start() + 1 for match in BETWEEN_WORDS.finditer(text)), len(text)]
     parts = backend.encode_batch_fast([text[a:b] for a, b in pairwise(starts)], add_special_tokens=False)

@@ -1,9 +1,9 @@
 """What is known of prompts that were read before: a trie of text segments with their tokens and keys.
 
-A prompt's text is cut where its tokens don't change by it (`sumibi.prompts.texts`), so a segment can be tokenised
-alone and its tokens depend on nothing around it. A conversation is a path in the trie; one that grows or forks
-shares the path up to its first new segment. Each segment holds what extending the path by it added: token
-ids, and the keys of the routing blocks that became full.
+A prompt's text is cut where that changes none of its tokens (`sumibi.prompts.texts`), so a segment can be
+tokenised alone. A conversation is a path in the trie; one that grows or forks shares the path up to its
+first new segment. Each segment holds what extending the path by it added: token ids, and the keys of the
+routing blocks that became full.
 
 Segments are compared by their text, not by a hash of it: what comes out is exact, an engine may compute
 with it. Memory is bounded in bytes. What goes first is the path whose end was used longest ago, from its
@@ -28,7 +28,7 @@ _NAME_BYTES: Final = 400
 """One name with its place."""
 _NAMES_PER_SEGMENT: Final = 8
 _NEAR: Final = 64
-"""Segments from one that holds all keys in which another one need not: going over them is a few microseconds."""
+"""So few segments after one that holds all keys no other one need hold them: a few microseconds."""
 _NO_KEYS: tuple[int, ...] = ()
 
 

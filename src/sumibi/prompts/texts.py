@@ -4,8 +4,8 @@ A text is cut at its special tokens, and what is long between two of them also b
 allows that (`sumibi.prompts.cuts`). Cuts are found from left to right and depend on nothing that follows, so
 texts that begin alike are cut alike: of a long message with new words at its end only those are tokenised.
 
-That such cuts change no token is checked: one in a hundred characters that are tokenised in pieces is tokenised
-again, the pieces together. A difference is counted, logged, and ends cutting between words for good.
+That such cuts change no token is checked: one in a hundred characters that are tokenised in pieces is
+tokenised again, the pieces together. A difference is counted, logged, and ends cutting between words for good.
 """
 
 import logging
@@ -25,8 +25,8 @@ _SHORT_CHARACTERS: Final = 32
 
 
 PIECE_CHARACTERS: Final = 512
-"""The next place between words that is so far from the last cut is one. Half of it is tokenised again when words
-are added; a segment costs as much memory as so many characters."""
+"""The next place between words that is so far from the last cut is one. Half of it is tokenised again when
+words are added; a segment costs as much memory as so many characters."""
 
 _CHECK_EVERY: Final = 100
 _MOST_CHECKED: Final = 32_768
