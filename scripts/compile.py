@@ -19,6 +19,7 @@ PACKAGES = ("core", "routing", "routing/policies", "prompts", "prompts/dialects"
 LEFT = frozenset(
     (
         "core/errors.py",
+        "prompts/cuts.py",
         "prompts/llama.py",
         "prompts/samples.py",
         "prompts/template.py",

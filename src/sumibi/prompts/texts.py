@@ -5,7 +5,7 @@ allows that (`sumibi.prompts.cuts`). Cuts are found from left to right and depen
 texts that begin alike are cut alike: of a long message with new words at its end only those are tokenised.
 
 That such cuts change no token is checked: one in a hundred characters that are tokenised in pieces is
-tokenised again, the pieces together. A difference is counted, logged, and ends cutting between words for good.
+tokenised again, the pieces together. A difference is counted, logged, and ends cutting between words.
 """
 
 import logging
