@@ -43,7 +43,10 @@ def _runs_interpreted() -> bool:
 
 
 _PARTS = {
-    "interpreted": (_runs_interpreted, "it puts a stand-in where compiled code takes nothing but its own"),
+    "interpreted": (
+        _runs_interpreted,
+        "it puts a stand-in, or another constant, where compiled code takes nothing but its own",
+    ),
     "real_model": (_model_is_installed, "the converted model is absent: `make setup` makes it"),
     "traces": (TRACES.is_dir, "the recorded traces are absent: they are looked for in ../shared/traces"),
 }

@@ -398,6 +398,7 @@ def hinted(it, engine):
     return it.gateway.metrics.endpoint(engine.endpoint).hints
 
 
+@pytest.mark.interpreted
 async def test_an_idle_conversation_that_sank_is_brought_up_by_the_engine_that_answered_it(lab, monkeypatch):
     # Anybody who is idle for a moment counts as due: how long that is usually is for the router's own tests.
     monkeypatch.setattr("sumibi.routing.hints.SOON", 1e-6)

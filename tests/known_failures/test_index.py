@@ -231,6 +231,7 @@ class Endless:
         return tracemalloc.get_traced_memory()[0]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("policy", POLICIES)
 def test_f32_memory_is_flat_under_endless_distinct_prompts(policy, monkeypatch):
     """ps#687, ps#707, dyn#10774: the prefix tree grows with every prompt that was never seen before."""

@@ -55,6 +55,7 @@ def test_without_anybody_to_hold_up_a_transfer_buys_nothing():
     assert decision(lab).reason == "transfer"
 
 
+@pytest.mark.interpreted
 def test_where_others_came_lately_the_next_ones_are_expected_to_be_held_up(monkeypatch):
     def whole_run():
         lab = fleet()

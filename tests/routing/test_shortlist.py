@@ -79,6 +79,7 @@ def always_fresh(monkeypatch):
     monkeypatch.setattr(fleet, "UNSEEN_OUTPUT_TOKENS", 20.0)  # the traffic's answers
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("seed", "tiers"), [(0, ()), (1, ()), (2, ()), (0, TIERS), (1, TIERS)])
 def test_the_pick_is_that_among_all(seed, tiers, monkeypatch):
     always_fresh(monkeypatch)

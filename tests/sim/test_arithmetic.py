@@ -368,6 +368,7 @@ def test_the_optimal_rule_counts_as_block_by_block(seed: int):
         assert pooled_belady(stream, capacity).hit_tokens == hits
 
 
+@pytest.mark.interpreted
 def test_a_chooser_learns_what_came_and_went():
     seen = []
 

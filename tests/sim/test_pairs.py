@@ -87,6 +87,7 @@ class Watched:
         assert all(site.replica.memory.in_use() == 0 for site in self.world.sites)
 
 
+@pytest.mark.interpreted
 def test_a_pair_takes_prefill_two_ways_a_transfer_and_a_step():
     watched = Watched(prompts((1.0, 8000, 11)), fleet(), policy="round-robin", **EXACT)
     calls = watched.run.calls
@@ -100,6 +101,7 @@ def test_a_pair_takes_prefill_two_ways_a_transfer_and_a_step():
     watched.settle()
 
 
+@pytest.mark.interpreted
 def test_a_follow_up_moves_and_computes_only_what_is_new():
     first, second = array("I", range(100)), array("I", range(110))
     turns = [
@@ -114,6 +116,7 @@ def test_a_follow_up_moves_and_computes_only_what_is_new():
     assert calls.first_s[1] - calls.arrival_s[1] == pytest.approx(ttft_s, abs=1e-6)
 
 
+@pytest.mark.interpreted
 def test_decode_memory_is_finite_and_the_prefill_endpoint_keeps_what_waits():
     spec = fleet(decode_kv=10_048, prefill_kv=40_000)
     # 8,000 + 1,000 tokens each: one at a time where they decode.
@@ -126,6 +129,7 @@ def test_decode_memory_is_finite_and_the_prefill_endpoint_keeps_what_waits():
     watched.settle()
 
 
+@pytest.mark.interpreted
 def test_what_is_kept_too_long_is_computed_where_it_decodes():
     link = LinkSpec(gb_per_s=1.0, setup_s=0.002, keep_s=5.0)
     spec = fleet(decode_kv=10_048, prefill_kv=40_000, link=link)
@@ -136,6 +140,7 @@ def test_what_is_kept_too_long_is_computed_where_it_decodes():
     watched.settle()
 
 
+@pytest.mark.interpreted
 def test_a_link_is_shared_at_either_end():
     """Two prompts of one prefill replica for two decode replicas, ready at the same time (data-parallel
     chunks of one step), leave it one after the other; the second is set up while the bytes of the first move.
@@ -148,6 +153,7 @@ def test_a_link_is_shared_at_either_end():
     assert sorted(calls.endpoint) == [1, 2]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("policy", ["cost", "round-robin", "random"])
 def test_every_request_ends_once_and_every_token_is_accounted_for(policy: str):
     workload = talks()
@@ -169,6 +175,7 @@ def test_every_request_ends_once_and_every_token_is_accounted_for(policy: str):
     watched.settle()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("policy", ["cost", "round-robin"])
 def test_faults_on_both_sides_strand_nothing_and_a_log_of_them_replays_bit_equal(policy: str):
     faults = [
@@ -246,6 +253,7 @@ def test_pools_win_between_tokens_and_lose_before_the_first():
     assert one.failed == two.failed == one.rejected == two.rejected == 0
 
 
+@pytest.mark.interpreted
 def test_a_busy_engine_s_prefills_go_elsewhere_and_its_decodes_are_faster_for_it():
     asked = [(0.01 * i, 500, 400) for i in range(24)] + [(1.0 + 0.7 * i, 12_000, 20) for i in range(12)]
     run = Watched(prompts(*asked), fleet(link=LinkSpec()), **EXACT)

@@ -30,6 +30,7 @@ from sumibi.gateway.server import HttpServer
 from sumibi.gateway.shell import Shell
 from sumibi.gateway.supervision import EngineWatch
 from sumibi.gateway.tenants import Tenants
+from sumibi.routing import router
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import Role
 from sumibi.routing.policies import PAIRING, check_pairing
@@ -247,7 +248,8 @@ async def serve(options: GatewayOptions) -> int:
 
 def _announce(gateway: Gateway) -> None:
     options = gateway.options
-    log.info("serving on http://%s:%d", options.host, gateway.server.port)
+    code = "compiled" if str(router.__file__).endswith(".so") else "not compiled"
+    log.info("serving on http://%s:%d (%s)", options.host, gateway.server.port, code)
     if gateway.admin_server is not None:
         log.info("admin door on http://%s:%d", options.admin_host, gateway.admin_server.port)
         if options.admin_key is None and options.admin_key_file is None:
