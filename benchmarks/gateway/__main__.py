@@ -85,6 +85,8 @@ def _options() -> argparse.Namespace:
     )
     options = known.parse_args()
     options.cmd = "make bench-gateway"
+    if (options.rounds, options.dur) != (known.get_default("rounds"), known.get_default("dur")):
+        options.cmd += f" (with --rounds {options.rounds} --dur {options.dur:g})"
     return options
 
 

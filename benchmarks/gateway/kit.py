@@ -83,6 +83,7 @@ class Kit:
         words = ["env", f"PYTHONPATH={ROOT / 'src'}", sys.executable, str(HERE / "publisher.py")]
         words += ["--bodies", *(str(self.bodies(name)) for name in SETS), "--tokenizer", str(self.tokenizer)]
         words += ["--workers", str(WORKERS), "--blocks-each", str(BLOCKS_EACH), "--seconds", str(seconds)]
+        words += ["--ports", str(EVENTS_PORT), str(REPLAY_PORT)]
         return shlex.join(words)
 
     def measure(self, mode: str, *arguments: str, command: str | None = None) -> dict[str, Any]:

@@ -81,11 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bodies", type=Path, nargs="+", required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--blocks-each", type=int, default=65_536)
-    parser.add_argument(
-        "--ports", type=int, nargs=2, default=(6101, 6201), help="first of PUB, first of replay"
-    )
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--blocks-each", type=int, required=True)
+    parser.add_argument("--ports", type=int, nargs=2, required=True, help="first of PUB, first of replay")
     parser.add_argument("--seed", type=int, default=20265)
     parser.add_argument("--seconds", type=float, default=600)
     options = parser.parse_args()
