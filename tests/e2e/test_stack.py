@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -232,31 +233,45 @@ def test_a_gateway_that_was_killed_learns_the_caches_again_by_replay(url, sumibi
 
 
 def test_down_leaves_no_process_no_port_and_no_request_without_an_answer(url, sumibi, eventually):
-    pids = [child["pid"] for child in status(sumibi)["stack"]["children"]]
-    answers: dict[str, httpx.Response] = {}
+    children = status(sumibi)["stack"]["children"]
+    pids = [child["pid"] for child in children]
+    engines = [child["pid"] for child in children if child["name"] != "gateway"]
+    answers: dict[str, tuple[int, str]] = {}
+    begun = threading.Event()
 
     def ask(name: str, **more: object) -> None:
-        sent = body(ignore_eos=True, **more)
+        sent = body(ignore_eos=True, n=4, max_tokens=3000, **more)
         headers = {"x-request-id": name}
-        answers[name] = httpx.post(f"{url}/v1/chat/completions", json=sent, headers=headers, timeout=60)
+        client = httpx.Client(base_url=url, headers=headers, timeout=60)
+        with client, client.stream("POST", "/v1/chat/completions", json=sent) as got:
+            pieces = []
+            for piece in got.iter_text():
+                pieces.append(piece)
+                if not begun.is_set():  # engines that stand still finish nothing within the drain time
+                    for pid in engines:
+                        os.kill(pid, signal.SIGSTOP)
+                    begun.set()
+        answers[name] = got.status_code, "".join(pieces)
 
-    # Sixty choices of this length take even the tiny model far longer than the drain time.
-    askers = [
-        threading.Thread(target=ask, args=(name,), kwargs={"n": 60, "max_tokens": 3000, "stream": stream})
-        for name, stream in (("stream", True), ("whole", False))
-    ]
-    for asker in askers:
-        asker.start()
-    eventually(lambda: 'in_flight{model="tiny"} 2' in httpx.get(f"{url}/metrics").text)
-    said = sumibi("down")
-    for asker in askers:
-        asker.join(60)
+    with ThreadPoolExecutor() as pool:
+        askers = [pool.submit(ask, "stream", stream=True)]
+        try:
+            assert begun.wait(20)
+            askers.append(pool.submit(ask, "whole"))
+            eventually(lambda: 'in_flight{model="tiny"} 2' in httpx.get(f"{url}/metrics").text)
+            down = pool.submit(sumibi, "down")
+            for asker in askers:
+                asker.result(60)
+        finally:
+            for pid in engines:
+                os.kill(pid, signal.SIGCONT)
+        said = down.result()
     assert said.stdout == "stopped\n"
     assert "running requests get up to 2 s to finish" in said.stderr
-    last = answers["stream"].text.strip().rpartition("\n")[2]
+    last = answers["stream"][1].strip().rpartition("\n")[2]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "rejected-shutting-down"
-    assert answers["whole"].status_code == 503
-    assert answers["whole"].json()["error"]["code"] == "rejected-shutting-down"
+    assert answers["whole"][0] == 503
+    assert json.loads(answers["whole"][1])["error"]["code"] == "rejected-shutting-down"
     records = [json.loads(line) for line in (sumibi.state / "usage.jsonl").read_text().splitlines()]
     ended = {record["request"]: record["reason"] for record in records[-2:]}
     assert ended == {"stream": "shutdown", "whole": "shutdown"}
