@@ -32,6 +32,7 @@ LEFT = frozenset(
                 "options",
                 "record",
                 "server",
+                "assembly",
                 "sidecar",
                 "supervision",
             )

@@ -179,7 +179,7 @@ async def test_what_is_over_is_freed_without_waiting_for_a_collection(lab, behav
                 served = len(engine.requests)
                 await it.until(lambda: len(engine.requests) > served or asked.done())
                 whole = (*gateway.server._connections, *gateway.shell.completions.values())
-                seen.extend(map(weakref.ref, (*whole, *gateway._deadlines.waiting)))
+                seen.extend(map(weakref.ref, (*whole, *gateway.deadlines.waiting)))
                 if leave:
                     asked.cancel()
                 await asyncio.gather(asked, return_exceptions=True)
@@ -191,7 +191,7 @@ async def test_what_is_over_is_freed_without_waiting_for_a_collection(lab, behav
                 await one(behaviours.well, leave=False)
                 await one(cut, leave=False)
                 await one(behaviours.hang, leave=True)
-            await it.until(lambda: not gateway._deadlines.waiting)
+            await it.until(lambda: not gateway.deadlines.waiting)
             await asyncio.sleep(0.05)
             assert len(seen) > 30
             alive = [ref() for ref in seen if ref() is not None]

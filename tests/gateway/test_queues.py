@@ -7,7 +7,7 @@ import pytest
 
 from sumibi import cli
 from sumibi.core.errors import ConfigError
-from sumibi.gateway.main import router_config
+from sumibi.gateway.assembly import router_config
 from sumibi.gateway.queues import bands_of, hold_above_of
 from sumibi.local.plan import plan_stack
 from sumibi.routing.config import BandLimits, RouterConfig

@@ -22,6 +22,7 @@ from sumibi.routing.events import (
     FinishReason,
     FirstToken,
     Grade,
+    Moved,
     PromptGrade,
     Refuse,
     Signals,
@@ -67,6 +68,58 @@ def test_requests_go_only_where_their_model_is_served():
     assert lab.router.models() == ["m", "n", "n-adapter"]
     lab.up("b", models=["n"])
     assert lab.router.models() == ["m", "n"]
+
+
+def test_a_request_goes_only_to_the_endpoints_that_it_names():
+    lab = lab_with("a", "b", "c", wait_for_endpoint_s=0.0)
+    lab.run("before", prompt("p", 160))  # "a" is where the prompt is
+    assert lab.ask("any", prompt("p", 160)) == "a"
+    assert lab.ask("not a", prompt("p", 160), only=["c", "b", "unknown"]) in ("b", "c")
+    assert sorted(lab.candidates("not a")) == ["b", "c"]
+    assert lab.ask("only c", prompt("p", 160), only=["c"]) == "c"
+    assert dispatches(lab.finish("only c", FinishReason.REFUSED, answered=False)) == []  # nobody else may
+    lab.ask("nobody", prompt("p", 160), only=[])
+    assert refusals(lab.tell(Tick)) == [(503, "rejected-no-endpoints")]
+
+
+def test_a_held_request_goes_only_to_the_endpoints_that_it_names():
+    lab = Lab(hold_above_s=0.1)
+    lab.up("a", "b", max_sequences=1)
+    assert lab.ask("1", prompt(1, 16_000), only=["a"]) == "a"
+    assert lab.ask("2", prompt(2, 160), only=["a"]) is None
+    assert lab.ask("3", prompt(3, 160)) == "b"
+    lab.finish("3", dt=0.1)
+    assert "2" not in lab.attempts  # "b" is free
+    lab.first("1", dt=0.1)
+    lab.finish("1", dt=0.1)
+    assert lab.attempts["2"].endpoint == "a"
+
+
+def test_where_a_proxy_went_by_itself_is_where_the_reservation_is():
+    lab = lab_with("a", "b", "c")
+    first = lab.ask("r", prompt("p", 160))
+    served = "c" if first != "c" else "b"
+    (again,) = dispatches(lab.tell(Moved, request="r", attempt=1, endpoint=served))
+    assert (again.endpoint, again.attempt) == (served, 2)
+    assert (lab.view(first).inflight, lab.view(served).inflight) == (0, 1)
+    assert not lab.view(first).reachable
+    lab.first("r")
+    lab.finish("r")
+    assert lab.view(served).inflight == 0
+    assert [(o.endpoint, o.reason) for o in lab.router.outcomes()] == [
+        (first, FinishReason.REFUSED),
+        (served, FinishReason.STOP),
+    ]
+
+
+def test_a_request_that_went_to_an_unknown_endpoint_holds_nothing():
+    lab = lab_with("a")
+    lab.ask("r", prompt("p", 160))
+    stale = lab.router.counters().stale_events
+    lab.tell(Moved, request="r", attempt=1, endpoint="a")
+    assert lab.router.counters().stale_events == stale + 1  # it is there already
+    assert dispatches(lab.tell(Moved, request="r", attempt=1, endpoint="elsewhere")) == []
+    assert lab.view("a").inflight == 0
 
 
 ALIASES = [["old"], ["new", "old"], ["new"]]
@@ -603,8 +656,13 @@ class Requests(RuleBasedStateMachine):
             Signals, endpoint=name, scraped_t=self.lab.t, running=running, waiting=1, process_start_s=start
         )
 
-    @rule(which=st.integers(0, 5), tokens=st.integers(1, 100), stream=st.booleans())
-    def arrive(self, which, tokens, stream):
+    @rule(
+        which=st.integers(0, 5),
+        tokens=st.integers(1, 100),
+        stream=st.booleans(),
+        only=st.sampled_from([None, None, NAMES[:1]]),
+    )
+    def arrive(self, which, tokens, stream, only):
         name = f"r{len(self.known)}"
         self.known.append(name)
         token_ids = prompt(which, tokens)
@@ -616,7 +674,12 @@ class Requests(RuleBasedStateMachine):
             prompt_tokens=tokens,
             stream=stream,
             max_tokens=10,
+            only=only,
         )
+
+    @rule(which=st.integers(0, 6), attempt=st.integers(1, 3), to=st.sampled_from([*NAMES, "unknown"]))
+    def moved(self, which, attempt, to):
+        self.tell(Moved, request=self.request(which), attempt=attempt, endpoint=to)
 
     def request(self, which):
         return self.known[-1 - which] if which < len(self.known) else "never seen"

@@ -17,7 +17,8 @@ from sumibi.engines.connectors import PrefillAnswer
 from sumibi.gateway import pairs
 from sumibi.gateway.headers import ATTEMPT_HEADER, forwarded
 from sumibi.gateway.http1 import Connection, Header, Request
-from sumibi.gateway.metrics import Metrics, ModelCounters, seconds
+from sumibi.gateway.inflight import InFlight, Teller
+from sumibi.gateway.metrics import ModelCounters
 from sumibi.gateway.pairs import Failure, Pair
 from sumibi.gateway.readings import Usage
 from sumibi.gateway.reply import Reply
@@ -25,36 +26,17 @@ from sumibi.gateway.rewriting import Cached
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.upstream import Call, Sink
 from sumibi.prompts.dialects import PromptRequest
-from sumibi.prompts.keys import Prompt
 from sumibi.routing.events import (
-    Admitted,
-    Arrived,
     Dispatch,
     Dispatched,
-    Event,
-    Finished,
     FinishReason,
     FirstToken,
     Prefilled,
-    PromptGrade,
 )
 
-_QUEUE_OUTCOMES = {
-    FinishReason.CLIENT_GONE: "rejected-context-cancelled",
-    FinishReason.SHUTDOWN: "rejected-shutting-down",
-}
 
-
-class Shell(Protocol):
+class Shell(Teller, Protocol):
     """What a completion needs around it; one implementation, `shell.Shell`."""
-
-    metrics: Metrics
-
-    def now(self) -> float:
-        """Seconds on the clock of all events."""
-
-    def tell(self, event: Event) -> None:
-        """Hand an event to the router and carry out what it answers."""
 
     def send(self, endpoint: str, path: bytes, head: bytes, body: bytes, sink: Sink) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more."""
@@ -71,14 +53,11 @@ class Shell(Protocol):
     def attempt_failed(self, endpoint: str, reason: FinishReason, detail: str) -> None:
         """Count a failure of an endpoint, and look after it if its process may be gone."""
 
-    def over(self, completion: "Completion", reason: FinishReason, usage: Usage | None) -> None:
-        """The request is over: count it, write its usage record, forget it."""
-
     def explanation(self, decision: str) -> bytes:
         """A decision for its header: JSON of at most 2 KB."""
 
 
-class Completion:
+class Completion(InFlight):
     """See the module. An `http1.Exchange` towards the client, an `upstream.Sink` towards the engine."""
 
     def __init__(
@@ -95,29 +74,11 @@ class Completion:
         keep_credentials: bool,
         explain: bool,
     ) -> None:
-        self.id = request_id
-        self.asked = asked
-        self.tenant = tenant
-        self.counters = counters
-        """Of its model, from its arrival to its end."""
-        self.endpoint = ""
-        self.decision = ""
-        self.attempt = 0
-        self.prompt_tokens = 0
-        """By our own count; the engine's replaces it when it comes."""
-        self.arrived_t = shell.now()
-        self.first_token_t: float | None = None
-        self.prefill = ""
-        """Where the prompt was computed, if that was elsewhere."""
-        self.finish = ""
-        """Why the whole answer ended, in the engine's word (`stop`, `length`, ...); empty: it gave none."""
-        self.refusal = ""
-        """Drop reason, if the router refused the request."""
+        super().__init__(shell, asked, request_id=request_id, tenant=tenant, terms=terms, counters=counters)
         self._shell = shell
         self._connection = connection
         self._reply = Reply(connection, request_id, asked.dialect, one_zero=request.version == "1.0")
         self._target = request.target if request.target.startswith(b"/") else request.path.encode("latin-1")
-        self._terms = terms
         self._body = request.body
         self._forward = forwarded(request, request_id, keep_credentials=keep_credentials)
         self._explain = explain
@@ -126,43 +87,12 @@ class Completion:
         self._kept: Pair | None = None  # its parameters have not reached any decode engine
         self._cached: Cached | None = None  # of a pair, by its prefill half
         self._overdue: asyncio.TimerHandle | None = None
-        self._queued_t: float | None = None  # since when it waits for its first endpoint
-        self._arrived = False  # the router knows of the request
-        self._over = False
-
-    def arrive(self, prompt: Prompt) -> None:
-        """The prompt is known: let the router choose (unless the client left meanwhile)."""
-        if self._over:
-            return
-        asked, shell, terms = self.asked, self._shell, self._terms
-        self.prompt_tokens = prompt.prompt_tokens
-        self._arrived = True
-        shell.tell(
-            Arrived(
-                t=shell.now(),
-                request=self.id,
-                model=asked.model,
-                keys=prompt.keys,
-                prompt_tokens=prompt.prompt_tokens,
-                max_tokens=asked.max_tokens,
-                tenant=self.tenant,
-                session=terms.session,
-                program=terms.program,
-                priority=terms.priority,
-                ttl_s=terms.ttl_s,
-                prompt_grade=PromptGrade(prompt.grade),
-                stream=asked.stream,
-            )
-        )
-        if not self._over:
-            self._queued_t = shell.now()
-            shell.tell(Admitted(t=self._queued_t, request=self.id))
 
     def fail(self, status: int, body: bytes) -> None:
         """The request cannot be placed, by its fault or by ours: answer with an error."""
         if not self._over:
             self._stop_call()
-            self._tell_finished(FinishReason.REJECTED, None)
+            self._ended(FinishReason.REJECTED, None)
             self._close(FinishReason.REJECTED, None)
             self._reply.whole(status, body)
 
@@ -170,12 +100,7 @@ class Completion:
 
     def dispatch(self, instruction: Dispatch) -> None:
         """Send the request to the endpoint chosen."""
-        if instruction.attempt == 1:
-            self._left_queue("dispatched")
-        self.attempt = instruction.attempt
-        self.endpoint = instruction.endpoint
-        self.decision = instruction.decision
-        self.prefill = instruction.prefill or ""
+        self._chosen(instruction)
         self._reply.anew()
         self._cached = None
         self._drop_pair()
@@ -381,7 +306,7 @@ class Completion:
                 self._shell.attempt_failed(self.endpoint, reason, "it ended a stream with an error")
             else:
                 self.finish = self._reply.finish()
-            self._tell_finished(reason, usage)
+            self._ended(reason, usage)
             self._close(reason, usage)
         self._connection.finished()
 
@@ -398,7 +323,7 @@ class Completion:
             else:
                 self._reply.failure(reason)
         elif self._reply.answered:
-            self._tell_finished(reason, None)
+            self._ended(reason, None)
             self._reply.cut(reason)
             self._close(reason, None)
         elif not self._tried_again(reason):
@@ -411,7 +336,7 @@ class Completion:
         """Stop the engine's work at once."""
         self._leave()
         if not self._over:
-            self._tell_finished(FinishReason.CLIENT_GONE, None)
+            self._ended(FinishReason.CLIENT_GONE, None)
             self._close(FinishReason.CLIENT_GONE, None)
 
     def client_full(self) -> None:
@@ -433,7 +358,7 @@ class Completion:
             self._connection.abort()
             return
         reason = FinishReason.SHUTDOWN
-        self._tell_finished(reason, None)
+        self._ended(reason, None)
         if self._reply.answered:
             self._reply.cut(reason)
         else:
@@ -459,7 +384,7 @@ class Completion:
         before = self.attempt
         self._count_lost(reason)
         self._drop_pair()
-        self._tell_finished(reason, None)
+        self._ended(reason, None)
         return self.attempt != before or self._over
 
     def _count_lost(self, reason: FinishReason) -> None:
@@ -475,36 +400,15 @@ class Completion:
         elif reason is not FinishReason.REFUSED or pair is not self._kept:
             self._shell.leg_over(pair.connector.name, pairs.DECODE_FAILED)
 
-    def _tell_finished(self, reason: FinishReason, usage: Usage | None) -> None:
-        if not self._arrived:
-            return
-        shell = self._shell
-        shell.tell(
-            Finished(
-                t=shell.now(),
-                request=self.id,
-                attempt=self.attempt,
-                reason=reason,
-                answered=self._reply.answered,
-                prompt_tokens=usage.prompt_tokens if usage is not None and usage.exact else None,
-                cached_tokens=usage.cached_tokens if usage is not None else None,
-                output_tokens=usage.output_tokens if usage is not None else None,
-            )
-        )
-
-    def _left_queue(self, outcome: str) -> None:
-        """It waited for its first endpoint no longer: because it has one, or for the reason given."""
-        if self._queued_t is not None:
-            queue_s = self._shell.metrics.queue_s
-            queue_s.setdefault(outcome, seconds()).observe(self._shell.now() - self._queued_t)
-            self._queued_t = None
+    def _ended(self, reason: FinishReason, usage: Usage | None) -> None:
+        """Tell the router that the attempt is over."""
+        self._tell_finished(reason, usage, answered=self._reply.answered)
 
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:
         self._over = True
         self._drop_pair()
         self._kept = None
-        self._left_queue(_QUEUE_OUTCOMES.get(reason, "failed"))
-        self._shell.over(self, reason, usage)
+        super()._close(reason, usage)
 
     def _stop_call(self) -> None:
         call, self._call = self._call, None

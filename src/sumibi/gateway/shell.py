@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sumibi.gateway.completion import Completion
+from sumibi.gateway.inflight import InFlight
 from sumibi.gateway.metrics import Metrics
 from sumibi.gateway.options import Timeouts
 from sumibi.gateway.pairs import Owner, Pair
@@ -105,7 +105,7 @@ class Shell:
         wall_clock: Callable[[], float],
     ) -> None:
         self.metrics = metrics
-        self.completions: dict[str, Completion] = {}
+        self.completions: dict[str, InFlight] = {}
         """Requests in flight, by id."""
         self.targets: dict[str, Target] = {}
         """Endpoint -> where to send."""
@@ -124,7 +124,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes: list[float] = []  # heap of the times at which the router wants a tick
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: InFlight) -> None:
         """A request is in flight from now on."""
         self.completions[completion.id] = completion
         counters = completion.counters
@@ -195,22 +195,22 @@ class Shell:
         """Call `wait` when a decode half is overdue with its first byte."""
         return self._loop.call_later(self.decode_wait_s, wait)
 
-    def over(self, completion: Completion, reason: FinishReason, usage: Usage | None) -> None:
+    def over(self, request: InFlight, reason: FinishReason, usage: Usage | None) -> None:
         """The request is over: count it, write its usage record, forget it."""
-        del self.completions[completion.id]
+        del self.completions[request.id]
         now = self.now()
-        counters = completion.counters
+        counters = request.counters
         counters.in_flight -= 1
-        counters.duration_s.observe(now - completion.arrived_t)
-        outcome = completion.refusal or reason.value
-        prompt_tokens = completion.prompt_tokens
+        counters.duration_s.observe(now - request.arrived_t)
+        outcome = request.refusal or reason.value
+        prompt_tokens = request.prompt_tokens
         if reason is FinishReason.STOP:
             counters.prompt_tokens.observe(prompt_tokens)
         else:
             counters.error(outcome)
         ttft_s = None
-        if completion.first_token_t is not None:
-            ttft_s = completion.first_token_t - completion.arrived_t
+        if request.first_token_t is not None:
+            ttft_s = request.first_token_t - request.arrived_t
             counters.ttft_s.observe(ttft_s)
         cached = output = None
         if usage is not None:
@@ -219,44 +219,44 @@ class Shell:
                 prompt_tokens = usage.prompt_tokens
             if cached is not None:
                 counters.cached_tokens.observe(cached)
-                if completion.attempt == 1:  # later ones are told less, see `ATTEMPT_HEADER`
-                    self._compare(completion, cached)
+                if request.attempt == 1:  # later ones are told less, see `ATTEMPT_HEADER`
+                    self._compare(request, cached)
             if output is not None:
                 counters.output_tokens.observe(output)
             counters.estimated_usage += not usage.exact
-            if output and output > 1 and completion.asked.stream and completion.first_token_t is not None:
-                counters.per_token_s.observe((now - completion.first_token_t) / (output - 1))
+            if output and output > 1 and request.asked.stream and request.first_token_t is not None:
+                counters.per_token_s.observe((now - request.first_token_t) / (output - 1))
         self._record_usage(
             UsageRecord(
                 t=self._wall_clock(),
-                request=completion.id,
-                tenant=completion.tenant,
-                model=completion.asked.model,
-                endpoint=completion.endpoint,
-                reason=completion.finish or outcome,
+                request=request.id,
+                tenant=request.tenant,
+                model=request.asked.model,
+                endpoint=request.endpoint,
+                reason=request.finish or outcome,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached,
                 cached_by_tier=None if usage is None else usage.cached_by_tier,
                 output_tokens=output,
                 exact=usage is not None and usage.exact,
-                attempts=completion.attempt,
+                attempts=request.attempt,
                 ttft_s=ttft_s,
-                duration_s=now - completion.arrived_t,
-                prefill=completion.prefill,
+                duration_s=now - request.arrived_t,
+                prefill=request.prefill,
             )
         )
 
-    def _compare(self, completion: Completion, cached_tokens: int) -> None:
+    def _compare(self, request: InFlight, cached_tokens: int) -> None:
         """Predicted cached tokens beside the engine's."""
-        decision = self._router.decision(completion.decision)
+        decision = self._router.decision(request.decision)
         if decision is not None:
             predicted = decision.picked.reused_tokens
             if decision.picked.grade is not Grade.EXACT:
                 # More than we know of is to be expected: from before our start, or by other clients.
                 cached_tokens = min(cached_tokens, predicted)
-            alarm = completion.counters.agreement.observe(predicted, cached_tokens)
+            alarm = request.counters.agreement.observe(predicted, cached_tokens)
             if alarm:
-                log.error("%s: %s", completion.asked.model, alarm)
+                log.error("%s: %s", request.asked.model, alarm)
 
     def close(self) -> None:
         """Send no more ticks."""

@@ -26,6 +26,7 @@ from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.errors import error_body, shape_of
 from sumibi.gateway.headers import PREFILLER_HEADER
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
+from sumibi.gateway.inflight import InFlight
 from sumibi.gateway.metrics import Metrics
 from sumibi.gateway.options import EngineOption, Timeouts, engine_options
 from sumibi.gateway.pairs import Owner, Pair
@@ -172,10 +173,10 @@ class SidecarShell:
         if failures[reason.value] == 1:
             log.warning("%s: %s: %s; more of these are counted only", endpoint, reason, detail)
 
-    def over(self, completion: Completion, reason: FinishReason, usage: Usage | None) -> None:
+    def over(self, request: InFlight, reason: FinishReason, usage: Usage | None) -> None:
         """Forget it."""
-        del self.completions[completion.id]
-        self.prefillers.pop(completion.id, None)
+        del self.completions[request.id]
+        self.prefillers.pop(request.id, None)
 
     def explanation(self, decision: str) -> bytes:
         """Nothing is decided here."""

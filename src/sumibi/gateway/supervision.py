@@ -96,7 +96,7 @@ class EngineWatch:
         self.url = option.url
         self.up = False
         self.info: EngineInfo | None = None
-        self._option = option
+        self.option = option
         self._shell = shell
         self._context = context
         self._interval_s = interval_s
@@ -229,14 +229,14 @@ class EngineWatch:
         """Let the router know what the engine is now, and which of its ranks are gone."""
         await self._found(info)
         before, self.info = self.endpoints, info
-        if self._role(info) is not Role.BOTH and transfer_of(self._option, info.transfer) is None:
+        if self._role(info) is not Role.BOTH and transfer_of(self.option, info.transfer) is None:
             self._miss_connector()
         for rank in info.ranks:
             several = rank.rank if len(info.ranks) > 1 else None
             self._shell.targets[rank.endpoint] = Target(
-                self._upstream, self._host_header, several, transfer_of(self._option, info.transfer)
+                self._upstream, self._host_header, several, transfer_of(self.option, info.transfer)
             )
-            self._shell.metrics.endpoint(rank.endpoint).transfer = view_of(self._option, info.transfer)
+            self._shell.metrics.endpoint(rank.endpoint).transfer = view_of(self.option, info.transfer)
             self._tell_up(info, rank)
         for endpoint in before:
             if endpoint not in self.endpoints:
@@ -270,15 +270,15 @@ class EngineWatch:
                 has_replay=streaming and source is not None and source.replay is not None,
                 process_start_s=rank.signals.process_start_s,
                 role=self._role(info),
-                revision=self._option.revision,
-                link=self._option.link,
+                revision=self.option.revision,
+                link=self.option.link,
             )
         )
 
     def _role(self, info: EngineInfo) -> Role:
         """What it is for. Pools that nobody asked for are not made under a policy that cannot use them."""
-        role = role_of(self._option, info.transfer)
-        if role is not Role.BOTH and self._option.role is None and not self._pairs:
+        role = role_of(self.option, info.transfer)
+        if role is not Role.BOTH and self.option.role is None and not self._pairs:
             if not self._told_role:
                 self._told_role = True
                 log.warning("engine %s is for %s, which the policy has no use for", self.url, role)
@@ -360,7 +360,7 @@ class EngineWatch:
 
     def _source(self, rank: RankInfo) -> EventSource | None:
         """Where a rank's events come from: the user's word before the engine's."""
-        option = self._option
+        option = self.option
         if option.kv_events is None or rank.rank != 0:
             return rank.events
         # Of an address that the user gives the other end is meant: `*` in it binds here.

@@ -124,6 +124,8 @@ class Arrived(Event, frozen=True):
     """The longest that it wants to wait for its dispatch. It may only shorten what is usual."""
     prompt_grade: PromptGrade = PromptGrade.EXACT
     stream: bool = False
+    only: list[str] | None = None
+    """The endpoints that it may go to; None: any. Who is not among them does not exist for it."""
 
 
 class Admitted(Event, frozen=True):
@@ -134,6 +136,17 @@ class Admitted(Event, frozen=True):
 
 class Dispatched(Event, frozen=True):
     """The request's bytes left for `endpoint`."""
+
+    request: str
+    attempt: int
+    endpoint: str
+
+
+class Moved(Event, frozen=True):
+    """A proxy that was given several endpoints to try passed over the attempt's, which could not be reached,
+    and had `endpoint` answer. The attempt ends as one whose connection was refused, and the next one begins
+    there: the `Dispatch` that is answered says so, and is carried out already.
+    """
 
     request: str
     attempt: int
@@ -314,6 +327,7 @@ AnyEvent = (
     Arrived
     | Admitted
     | Dispatched
+    | Moved
     | Prefilled
     | FirstToken
     | Finished

@@ -1,5 +1,6 @@
 """All endpoints and models: which endpoints serve a model, and which of them may take a request now."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from sumibi.core.keys import DEFAULT_BLOCK_TOKENS
@@ -213,26 +214,30 @@ class Fleet:
         with_role = (e for e in self.endpoints.values() if e.role is not Role.BOTH)
         self.apart = {name for e in with_role for name in e.models}
 
-    def candidates(self, model: str, excluded: str | None = None) -> list[Endpoint]:
+    def candidates(
+        self, model: str, excluded: str | None = None, only: Sequence[str] | None = None
+    ) -> list[Endpoint]:
         """Endpoints that may take a request for `model` now, in the order in which they joined: the whole of
-        it, or all but its prompt.
+        it, or all but its prompt; of those in `only`, if that is given.
 
         One that just refused or broke a connection is passed over as long as there is another. The list
         stays as it is.
         """
-        if excluded is None:
+        if excluded is None and only is None:
             return self._roster(model).endpoints
-        return self._candidates(model, excluded)
+        return self._candidates(model, excluded, only)
 
-    def prefillers(self, model: str, excluded: str | None = None) -> list[Endpoint]:
+    def prefillers(
+        self, model: str, excluded: str | None = None, only: Sequence[str] | None = None
+    ) -> list[Endpoint]:
         """Endpoints that may compute a prompt for another one now; none that cannot be reached. The list
         stays as it is.
         """
         if model not in self.apart:
             return []
-        if excluded is None:
+        if excluded is None and only is None:
             return self.prefill_roster(model, None).endpoints
-        return self._prefillers(model, excluded)
+        return _among(self._prefillers(model, excluded), only)
 
     def settle(self, t: float) -> None:
         """An event was taken: see to what changed."""
@@ -259,7 +264,7 @@ class Fleet:
         self._forget_old_rosters()
         roster = self._rosters.get(model)
         if roster is None:
-            roster = Roster(self._candidates(model, None), self._changes)
+            roster = Roster(self._candidates(model, None, None), self._changes)
             if model in self.models:
                 self._rosters[model] = roster
         return roster
@@ -280,18 +285,27 @@ class Fleet:
             if e.up and e.unreachable_t is None and e.role is not Role.DECODE and e.name != excluded
         ]
 
-    def _candidates(self, model: str, excluded: str | None) -> list[Endpoint]:
+    def _candidates(self, model: str, excluded: str | None, only: Sequence[str] | None) -> list[Endpoint]:
         known = self.models.get(model)
         if known is None:
             return []
         up = [
             e for e in known.endpoints.values() if e.up and e.role is not Role.PREFILL and e.name != excluded
         ]
+        up = _among(up, only)
         reachable = [e for e in up if e.unreachable_t is None]
         return reachable or up
 
     def _unserve(self, model: str, endpoint: Endpoint) -> None:
         self.models[model].endpoints.pop(endpoint.name, None)
+
+
+def _among(endpoints: list[Endpoint], only: Sequence[str] | None) -> list[Endpoint]:
+    """Those of them that `only` names; None: all."""
+    if only is None:
+        return endpoints
+    names = frozenset(only)
+    return [e for e in endpoints if e.name in names]
 
 
 def _routing_block(engine_block_tokens: int) -> int:

@@ -49,6 +49,7 @@ from sumibi.routing.events import (
     FinishReason,
     FirstToken,
     Instruction,
+    Moved,
     Prefilled,
     Refuse,
     ReplayEnded,
@@ -114,6 +115,7 @@ class Router:
             Arrived: self._arrived,
             Admitted: self._admitted,
             Dispatched: self._dispatched,
+            Moved: self._moved,
             Prefilled: self._prefilled,
             FirstToken: self._first_token,
             Finished: self._finished,
@@ -180,6 +182,25 @@ class Router:
         if attempt is None or not self._attempts.dispatched(attempt, event.endpoint, self._t):
             self._count.stale_events += 1
 
+    def _moved(self, event: Moved) -> None:
+        """The attempt's endpoint could not be reached; another one answers already."""
+        request, attempt = self._running(event)
+        if request is None or attempt is None or attempt.endpoint.name == event.endpoint:
+            self._count.stale_events += 1
+            return
+        why = FinishReason.REFUSED
+        self._count.finished[why] = self._count.finished.get(why, 0) + 1
+        over = Finished(t=self._t, request=event.request, attempt=attempt.number, reason=why, answered=False)
+        self._close(request, attempt, over)
+        there = self._fleet.endpoints.get(event.endpoint)
+        if there is not None and request.event.model in there.models:
+            choice = self._choose(request, [there], NOTHING_AHEAD)
+            self._commit(request, choice.endpoints, choice, disagg.FALLBACK)
+            self._count.retries += 1
+        else:
+            del self._requests[event.request]
+        self._freed(attempt.endpoint)
+
     def _prefilled(self, event: Prefilled) -> None:
         request, attempt = self._running(event)
         leg = attempt.leg if attempt is not None else None
@@ -195,12 +216,12 @@ class Router:
         """Nothing was sent to the client yet: a whole run where it was to be decoded, if that may take it,
         or else whatever is left.
         """
-        name, model = request.event.request, request.event.model
+        name = request.event.request
         self._count.finished[why] = self._count.finished.get(why, 0) + 1
         over = Finished(t=self._t, request=name, attempt=attempt.number, reason=why, answered=False)
         self._close(request, attempt, over, blamed=leg)
         again = why.retriable and attempt.number < self.config.max_attempts
-        if again and attempt.endpoint in self._fleet.candidates(model):
+        if again and attempt.endpoint in self._candidates(request):
             choice = self._choose(request, [attempt.endpoint], NOTHING_AHEAD)
             self._commit(request, choice.endpoints, choice, disagg.FALLBACK)
         elif not again or not self._place(request, excluded=leg.endpoint.name):
@@ -252,7 +273,7 @@ class Router:
         there needs none. False if that is not what happened.
         """
         fetching = attempt.leg is not None and why is FinishReason.ENGINE_ERROR
-        if not fetching or attempt.endpoint not in self._fleet.candidates(request.event.model):
+        if not fetching or attempt.endpoint not in self._candidates(request):
             return False
         choice = self._choose(request, [attempt.endpoint], NOTHING_AHEAD)
         self._commit(request, choice.endpoints, choice, disagg.FALLBACK)
@@ -279,7 +300,9 @@ class Router:
             cause = f"connection {event.reason.value.replace('_', ' ')}"
             self._lives.suspect(failed.endpoint, cause, self._t)
 
-    def _running(self, event: Dispatched | Prefilled | FirstToken) -> tuple[Request | None, Attempt | None]:
+    def _running(
+        self, event: Dispatched | Moved | Prefilled | FirstToken
+    ) -> tuple[Request | None, Attempt | None]:
         request = self._requests.get(event.request)
         return request, request.running(event.attempt) if request is not None else None
 
@@ -295,7 +318,7 @@ class Router:
         """Choose and reserve, in one step; or hold it back, if it may be, because its pick cannot begin
         soon. False if no endpoint may take it.
         """
-        endpoints = self._fleet.candidates(request.event.model, excluded)
+        endpoints = self._candidates(request, excluded)
         if not endpoints:
             return False
         ahead_s = NOTHING_AHEAD
@@ -303,7 +326,7 @@ class Router:
             # Those who wait already go first, if there is room for them by now.
             self._freed(endpoints[0])
             ahead_s = self._gate.ahead_s(request, endpoints)
-        prefillers = self._fleet.prefillers(request.event.model, excluded)
+        prefillers = self._prefillers(request, excluded)
         choice = self._choose(request, endpoints, ahead_s, prefillers)
         if not may_hold or not self._gate.holds(choice.picked):
             self._commit(request, endpoints, choice)
@@ -316,6 +339,14 @@ class Router:
         else:
             self._refuse(request.event.request, 429, "rejected-saturated", "too many requests wait")
         return True
+
+    def _candidates(self, request: Request, excluded: str | None = None) -> list[Endpoint]:
+        """Who may take it now."""
+        return self._fleet.candidates(request.event.model, excluded, request.event.only)
+
+    def _prefillers(self, request: Request, excluded: str | None = None) -> list[Endpoint]:
+        """Who may compute its prompt for another one now."""
+        return self._fleet.prefillers(request.event.model, excluded, request.event.only)
 
     def _choose(
         self,
@@ -355,10 +386,10 @@ class Router:
         one, seconds of its prefill); None if no endpoint may take it.
         """
         request = held.request
-        endpoints = self._fleet.candidates(request.event.model)
+        endpoints = self._candidates(request)
         if not endpoints:
             return None
-        prefillers = self._fleet.prefillers(request.event.model)
+        prefillers = self._prefillers(request)
         choice = self._choose(request, endpoints, ahead_s, prefillers)
         ready = self._gate.open(endpoints, self._t) if home_open and self._gate.holds(choice.picked) else []
         ready_legs = self._gate.open(prefillers, self._t) if prefillers else []
@@ -422,15 +453,15 @@ class Router:
         for its own good, for the one that has its prefix: it goes there now and waits on.
         """
         request = held.request
-        endpoints = self._fleet.candidates(request.event.model)
+        endpoints = self._candidates(request)
         if not endpoints:
             self._refuse_without_endpoint(request)
-        elif not self._gate.open([*endpoints, *self._fleet.prefillers(request.event.model)], self._t):
+        elif not self._gate.open([*endpoints, *self._prefillers(request)], self._t):
             waited = f"no endpoint could begin with it within {self._t - held.queued_t:.3g} s"
             self._refuse(request.event.request, 429, "rejected-ttl-expired", waited)
         else:
             self._gate.leave(request, self._t)
-            prefillers = self._fleet.prefillers(request.event.model)
+            prefillers = self._prefillers(request)
             choice = self._choose(request, endpoints, NOTHING_AHEAD, prefillers)
             self._commit(request, endpoints, choice)
 
