@@ -133,7 +133,7 @@ $(VENV)/installed: pyproject.toml | $(VENV)/made
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/installed
 	@echo "installing what tests and lint need (half a minute)"
-	@$(PIP) install --quiet --editable '.[engine,plot,dev]'
+	@$(PIP) install --quiet --editable '.[engine,plot,cluster,dev]'
 	@touch $@
 
 $(VENV)/installed-fuzz: pyproject.toml | $(VENV)/installed-dev
