@@ -16,9 +16,9 @@ from cel_expr_python import cel
 from sumibi.core.errors import ConfigError
 
 _T = cel.Type
-_RESERVED: Final = frozenset(
-    ("true", "false", "null", "in", "as", "break", "const", "continue", "else", "for", "function", "if")
-    + ("import", "let", "loop", "package", "namespace", "return", "var", "void", "while")
+_RESERVED: Final = (
+    " true false null in as break const continue else for function if import let loop package namespace return var"
+    " void while "
 )
 """Words that are no identifiers in CEL; a field named so is written `__word__`."""
 _ESCAPES: Final = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))
@@ -51,7 +51,7 @@ def only_on_update(rule: str) -> bool:
 
 def field_name(name: str) -> str:
     """A property's name as rules write it."""
-    if name in _RESERVED:
+    if f" {name} " in _RESERVED:
         return f"__{name}__"
     for found, written in _ESCAPES:
         name = name.replace(found, written)

@@ -22,17 +22,17 @@ Schema = Mapping[str, Any]
 _OPEN: Final = "x-kubernetes-preserve-unknown-fields"
 _EMBEDDED: Final = "x-kubernetes-embedded-resource"
 _RULES: Final = "x-kubernetes-validations"
-_SAME: Final = frozenset(
-    ("type", "required", "enum", "default", "example", "title", "description")
-    + ("pattern", "minLength", "maxLength", "minimum", "maximum", "multipleOf")
-    + ("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties")
-)
+_SAME_WORDS: Final = """
+    type required enum default example title description pattern minLength maxLength minimum maximum multipleOf
+    minItems maxItems uniqueItems minProperties maxProperties
+"""
+_SAME: Final = frozenset(_SAME_WORDS.split())
 """Keywords that mean the same in JSON Schema."""
-_OURS: Final = frozenset(
-    ("properties", "items", "additionalProperties", "not", "allOf", "anyOf", "oneOf", "nullable")
-    + ("format", "externalDocs", "x-kubernetes-int-or-string", "x-kubernetes-map-type")
-    + ("x-kubernetes-list-type", "x-kubernetes-list-map-keys", _OPEN, _EMBEDDED, _RULES)
-)
+_OTHER_WORDS: Final = """
+    properties items additionalProperties not allOf anyOf oneOf nullable format externalDocs
+    x-kubernetes-int-or-string x-kubernetes-map-type x-kubernetes-list-type x-kubernetes-list-map-keys
+"""
+_OTHER: Final = frozenset((*_OTHER_WORDS.split(), _OPEN, _EMBEDDED, _RULES))
 """Keywords that are seen to here, or that say nothing about whether an object is valid."""
 _OBJECT_FIELDS: Final[Schema] = {
     "apiVersion": {"type": "string"},
@@ -147,7 +147,7 @@ def json_schema(schema: Schema, *, closed: bool = True) -> dict[str, Any]:
     `closed`: fields that are not among an object's properties are refused. Inside `allOf`, `anyOf`, `oneOf`
     and `not` they are not: what stands there speaks of some of the fields only.
     """
-    unknown = schema.keys() - _SAME - _OURS
+    unknown = schema.keys() - _SAME - _OTHER
     if unknown:
         raise ConfigError(f"unknown words in a schema: {', '.join(sorted(unknown))}")
     made: dict[str, Any] = {word: schema[word] for word in _SAME & schema.keys()}
