@@ -17,8 +17,8 @@ from sumibi.core.errors import ConfigError
 
 _T = cel.Type
 _RESERVED: Final = (
-    " true false null in as break const continue else for function if import let loop package namespace return var"
-    " void while "
+    " true false null in as break const continue else for function if import let loop package namespace"
+    " return var void while "
 )
 """Words that are no identifiers in CEL; a field named so is written `__word__`."""
 _ESCAPES: Final = (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__"))

@@ -23,8 +23,8 @@ _OPEN: Final = "x-kubernetes-preserve-unknown-fields"
 _EMBEDDED: Final = "x-kubernetes-embedded-resource"
 _RULES: Final = "x-kubernetes-validations"
 _SAME_WORDS: Final = """
-    type required enum default example title description pattern minLength maxLength minimum maximum multipleOf
-    minItems maxItems uniqueItems minProperties maxProperties
+    type required enum default example title description pattern minLength maxLength minimum maximum
+    multipleOf minItems maxItems uniqueItems minProperties maxProperties
 """
 _SAME: Final = frozenset(_SAME_WORDS.split())
 """Keywords that mean the same in JSON Schema."""
