@@ -4,6 +4,7 @@ A gateway that was started by hand (`sumibi serve`) has no run file; it is asked
 usual port, with the key that it keeps in the same state directory.
 """
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,8 @@ from sumibi.local.runfile import ChildState, RunRecord, is_running, read_run
 
 ADMIN_PORT = 8080
 """Where `sumibi serve` opens its admin door by default."""
+ADMIN_KEY_VARIABLE = "SUMIBI_ADMIN_KEY"
+"""As `sumibi serve` reads it: in its container, or in its shell, the key is there for us as well."""
 _ASKED_AT_ONCE = 16
 _SOURCES = {"external_unspecified": "store"}
 """Tiers by the names that vLLM's metrics have for where cached tokens were, where they differ from ours."""
@@ -127,11 +130,12 @@ def tiers_on(page: Sequence[Sample]) -> list[TierStatus]:
 
 
 def _by_hand(state_dir: Path, admin_url: str) -> Status:
+    key = os.environ.get(ADMIN_KEY_VARIABLE)
     try:
-        fleet = Admin.of(state_dir, admin_url).fleet()
+        fleet = (Admin(admin_url, key) if key else Admin.of(state_dir, admin_url)).fleet()
     except SumibiError:  # usually nobody listens there
-        key = state_dir / ADMIN_KEY_FILE
-        problem = f"no stack is running, and no gateway at {admin_url} takes the key in {key}"
+        where = ADMIN_KEY_VARIABLE if key else state_dir / ADMIN_KEY_FILE
+        problem = f"no stack is running, and no gateway at {admin_url} takes the key in {where}"
         return Status(running=False, ready=False, problem=problem, stack=None, fleet=None)
     ready = all(endpoint.up for endpoint in fleet.endpoints)
     return Status(running=False, ready=ready, problem="", stack=None, fleet=fleet, by_hand=admin_url)
