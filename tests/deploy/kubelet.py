@@ -144,8 +144,8 @@ class Node:
     """Where the pods of one manifest run."""
 
     def __init__(self, things, more: dict[str, list[str]], secrets: dict[str, dict[str, str]]) -> None:
-        """`more`: for each command of ours, arguments that it has only here, the last of their name; `secrets`:
-        for each container, variables that come from Secrets.
+        """`more`: for each command of ours, arguments that it has only here, the last of their name;
+        `secrets`: for each container, variables that come from Secrets.
         """
         self.things = things
         self.secrets = secrets
