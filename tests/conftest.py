@@ -21,7 +21,7 @@ def _model_is_installed() -> bool:
         return False
 
 
-APART = [Path(__file__).parent / name for name in ("vllm", "clients", "compiled")]
+APART = [Path(__file__).parent / name for name in ("vllm", "clients", "compiled", "envoy")]
 """Tests that take minutes and an environment of their own: with real vLLM servers, with real clients."""
 
 

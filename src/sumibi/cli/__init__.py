@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from sumibi import __version__
-from sumibi.cli import machine, measuring, prompts, serving
+from sumibi.cli import machine, measuring, picking, prompts, serving
 from sumibi.core.errors import SumibiError
 
 app = typer.Typer(
@@ -48,6 +48,7 @@ app.command(short_help="Start a stack on this machine, in the background.")(mach
 app.command(short_help="Stop it.")(machine.down)
 app.command(short_help="See what KV-aware routing is worth.")(machine.demo)
 app.command(short_help="Put the gateway in front of engines that already run.")(serving.serve)
+app.command(short_help="Pick endpoints for Envoy and the Gateway API.")(picking.epp)
 app.command(short_help="Prefill and decode apart, beside a decode engine.")(serving.sidecar)
 app.command(short_help="Run one embedded engine in the foreground.")(serving.engine)
 app.command(short_help="What runs, and how warm it is.")(machine.status)

@@ -8,6 +8,19 @@ from typing import Annotated
 
 import typer
 
+from sumibi.cli.words import (
+    ApiKeys,
+    Bands,
+    HoldAbove,
+    KvEvents,
+    MaxNumSeqs,
+    Objectives,
+    Policy,
+    Record,
+    Tokenizer,
+    UsageLog,
+)
+
 
 def serve(
     engine: Annotated[
@@ -21,59 +34,13 @@ def serve(
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible door.")] = 8000,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory with the model's tokenizer.json and chat template. Without it an engine is"
-            " asked to render and tokenise, which costs a round trip a request.",
-            metavar="DIR",
-        ),
-    ] = None,
-    policy: Annotated[
-        str, typer.Option(help="How an engine is chosen; docs/policies.md lists the names.")
-    ] = "cost",
-    objective: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Priority of requests whose x-llm-d-inference-objective header has this word: NAME=PRIORITY,"
-            " higher is more urgent, others have 0. Repeat it for several.",
-            metavar="OBJECTIVE",
-        ),
-    ] = None,
-    hold_above: Annotated[
-        str | None,
-        typer.Option(
-            help="A request whose pick cannot begin with it within this time waits in the gateway; none:"
-            " nothing waits here, engines queue. Only `cost` holds requests. [default: 1]",
-            metavar="SECONDS",
-        ),
-    ] = None,
-    band: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How much of one priority may wait in the gateway and how long, the rest gets 429:"
-            " PRIORITY:max_requests=N,max_bytes=N,ttl_s=SECONDS, each if wanted; `other` for priorities"
-            " without their own. Repeat it."
-            " [default: other:max_requests=5000,max_bytes=1000000000,ttl_s=300]",
-            metavar="LIMITS",
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequences that an engine runs at once, for engines that do not say (vLLM: its own"
-            " --max-num-seqs). [default: unknown, no batch counts as full]",
-            min=1,
-        ),
-    ] = None,
-    kv_events: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where an engine publishes KV events: ENGINE_URL=tcp://HOST:PORT[,replay=tcp://HOST:PORT]."
-            " Without it the engine is asked.",
-            metavar="SOURCE",
-        ),
-    ] = None,
+    tokenizer: Tokenizer = None,
+    policy: Policy = "cost",
+    objective: Objectives = None,
+    hold_above: HoldAbove = None,
+    band: Bands = None,
+    max_num_seqs: MaxNumSeqs = None,
+    kv_events: KvEvents = None,
     admin_host: Annotated[str, typer.Option(help="Address of the admin door.")] = "127.0.0.1",
     admin_port: Annotated[int, typer.Option(help="Port of the admin door; 0 for none.")] = 8080,
     admin_key: Annotated[
@@ -90,21 +57,9 @@ def serve(
             help="File with the admin key. [default: a generated one in the state directory]", metavar="FILE"
         ),
     ] = None,
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(help="YAML or JSON: SHA-256 (hex) of an API key -> tenant id.", metavar="FILE"),
-    ] = None,
-    usage_log: Annotated[
-        Path | None,
-        typer.Option(help="Usage records, JSON lines. [default: in the state directory]", metavar="FILE"),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            help="Record arrivals, keys (never text) and decisions here, for `sumibi decisions rerun`.",
-            metavar="DIR",
-        ),
-    ] = None,
+    api_keys: ApiKeys = None,
+    usage_log: UsageLog = None,
+    record: Record = None,
     drain_timeout: Annotated[
         float,
         typer.Option(

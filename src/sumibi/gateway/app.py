@@ -8,12 +8,11 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import Final
 
 import msgspec
 
 from sumibi.core.errors import BadRequest, EngineUnavailable, UnknownModel
-from sumibi.core.ids import new_id
+from sumibi.gateway.asking import reader_for, refuse_what_is_ours, request_id
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.counting import Counting
 from sumibi.gateway.errors import OPENAI, ErrorShape, error_body, shape_in
@@ -25,12 +24,6 @@ from sumibi.gateway.tenants import Tenants
 from sumibi.gateway.terms import terms_of
 from sumibi.prompts.dialects import DIALECTS, Dialect, PromptRequest, parse_request
 from sumibi.prompts.keys import Prompt
-
-_MAX_REQUEST_ID: Final = 128
-_SHOWN_MODELS: Final = 10
-_MAX_MODEL_NAME: Final = 256
-"""Longer names are not those of engines; they are in no answer and no log."""
-_ID_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.:")
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +102,8 @@ class App:
             tenant = self._tenants.of(request.named)
             terms = terms_of(request.named, tenant, self._objectives)
             asked = parse_request(path, request.body)
-            _refuse_what_is_ours(asked)
-            reader = self._reader(asked)
+            refuse_what_is_ours(asked)
+            reader = reader_for(asked, self._readers)
             prompt = reader.read(asked, request.body_bytes)
         except (BadRequest, EngineUnavailable) as error:
             refused = shell.metrics.refused_requests
@@ -124,7 +117,7 @@ class App:
             connection,
             request,
             asked,
-            request_id=self._request_id(request),
+            request_id=request_id(request.named, self._shell.completions),
             tenant=tenant,
             terms=terms,
             counters=shell.metrics.model(asked.model),
@@ -154,7 +147,7 @@ class App:
             connection,
             request,
             asked,
-            request_id=self._request_id(request),
+            request_id=request_id(request.named, self._shell.completions),
             keep_credentials=not self._tenants.configured,
         )
         if prompt is not None:
@@ -201,39 +194,6 @@ class App:
             completion.fail(500, shape_in(completion.asked.dialect).internal)
         shell.metrics.placement_s.observe(shell.now() - started)
 
-    def _reader(self, asked: PromptRequest) -> ModelReader:
-        """The reader of the model asked for; a request that names none gets the name of the only one.
-
-        Raises UnknownModel, BadRequest if several could be meant, EngineUnavailable if none is known yet.
-        """
-        if not asked.model:
-            asked.model = self._only_model()
-        reader = self._readers.readers.get(asked.model)
-        if reader is not None:
-            return reader
-        if self._readers.readers or len(asked.model) > _MAX_MODEL_NAME:
-            shown = asked.model[:_MAX_MODEL_NAME]
-            raise UnknownModel(f"the model {shown!r} is not served here", param="model")
-        return self._readers.unknown
-
-    def _only_model(self) -> str:
-        names = sorted({reader.name for reader in self._readers.readers.values()})
-        if not names:
-            raise EngineUnavailable("model: none is named, and no engine has been seen yet")
-        if len(names) > 1:
-            some = ", ".join(names[:_SHOWN_MODELS])
-            raise BadRequest(f"model: name one, several are served here ({some})", param="model")
-        return names[0]
-
-    def _request_id(self, request: Request) -> str:
-        """The client's own, if it is usable and not in flight already; else a new one."""
-        given = request.named.get(b"x-request-id")
-        if given and len(given) <= _MAX_REQUEST_ID and _ID_BYTES.issuperset(given):
-            text = given.decode()
-            if text not in self._shell.completions:
-                return text
-        return new_id("req")
-
     def _may_explain(self, request: Request) -> bool:
         given = request.named.get(EXPLAIN_HEADER)
         return (
@@ -267,19 +227,6 @@ class App:
 
 def _models(cards: Iterable[ModelCard]) -> bytes:
     return msgspec.json.encode({"object": "list", "data": list(cards)})
-
-
-def _refuse_what_is_ours(asked: PromptRequest) -> None:
-    """Raises BadRequest for what a client may not decide, or what needs a memory that nobody has here."""
-    if asked.transfer:  # with it a client could have engines connect to wherever it likes
-        raise BadRequest(
-            f"{asked.transfer}: the gateway decides where KV comes from; leave it out", param=asked.transfer
-        )
-    if asked.stateful:
-        raise BadRequest(
-            f"{asked.stateful}: requests are stateless here; leave it out, and send the whole conversation",
-            param=asked.stateful,
-        )
 
 
 def _not_allowed(connection: Connection, methods: tuple[str, ...], shape: ErrorShape = OPENAI) -> None:

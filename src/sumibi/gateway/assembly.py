@@ -22,7 +22,7 @@ from sumibi.gateway.record import Recorder
 from sumibi.gateway.shell import Shell
 from sumibi.gateway.supervision import EngineWatch
 from sumibi.routing.config import RouterConfig
-from sumibi.routing.events import EndpointDown, Role
+from sumibi.routing.events import EndpointDown, Role, Signals
 from sumibi.routing.policies import PAIRING, check_pairing
 from sumibi.routing.router import Router
 
@@ -133,6 +133,9 @@ class Assembly:
         for model in info.models:
             self.metrics.serve(model)
 
+    def scraped(self, signals: Signals) -> None:
+        """An engine said what it has to do."""
+
     def show(self, *, client_connections: int, request_bytes: int) -> Snapshot:
         """Everything that a scrape of our own metrics shows."""
         for watch in self.watches:
@@ -171,6 +174,7 @@ class Assembly:
             pairs=options.policy in PAIRING,
             found=self.readers.find,
             came_up=self.came_up,
+            scraped=self.scraped,
         )
 
     def _look_at(self, endpoint: str) -> None:

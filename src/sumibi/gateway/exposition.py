@@ -270,12 +270,13 @@ TABLE = (
 class _TableCollector(Collector):
     """Shows a snapshot to the prometheus client, row by row, each under its name and its twin's."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, rows: Iterable[Row]) -> None:
         self._snapshot = snapshot
+        self._rows = rows
 
     def collect(self) -> Iterator[Metric]:
         """The metric families of the whole table."""
-        for row in TABLE:
+        for row in self._rows:
             samples = list(row.read(self._snapshot))
             yield _family(row, row.name, row.labels, samples)
             if row.twin is not None:
@@ -299,6 +300,6 @@ def _family(row: Row, name: str, labels: Labels, samples: list[tuple[Labels, Val
     return family
 
 
-def render(snapshot: Snapshot) -> bytes:
-    """The metrics page in Prometheus' text form."""
-    return generate_latest(_TableCollector(snapshot))
+def render(snapshot: Snapshot, more: Iterable[Row] = ()) -> bytes:
+    """The metrics page in Prometheus' text form; `more`: rows beside the table's."""
+    return generate_latest(_TableCollector(snapshot, (*TABLE, *more)))

@@ -20,7 +20,7 @@ from sumibi.gateway.readings import Usage
 from sumibi.gateway.record import Recorder
 from sumibi.gateway.transfers import Transfer
 from sumibi.gateway.upstream import Call, Sink, Upstream
-from sumibi.routing.decisions import explain
+from sumibi.routing.decisions import Decision, explain
 from sumibi.routing.events import (
     AskReplay,
     Dispatch,
@@ -75,7 +75,7 @@ class UsageRecord(msgspec.Struct):
 class Target:
     """An endpoint as a place to send requests."""
 
-    __slots__ = ("line_end", "transfer", "upstream")
+    __slots__ = ("line_end", "rank", "transfer", "upstream")
 
     def __init__(
         self,
@@ -85,6 +85,8 @@ class Target:
         transfer: Transfer | None = None,
     ) -> None:
         self.upstream = upstream
+        self.rank = rank
+        """Of an engine with several, which share its address; None: it has one."""
         self.transfer = transfer
         """How KV gets there and from there; None: not at all."""
         self.line_end = b" HTTP/1.1\r\nhost: " + host_header + b"\r\n"
@@ -154,6 +156,16 @@ class Shell:
         """A decision for its header: JSON of at most 2 KB."""
         record = self._router.decision(decision)
         return explain(record) if record is not None else b"{}"
+
+    def decision(self, decision: str) -> Decision | None:
+        """A recent decision by its id."""
+        return self._router.decision(decision)
+
+    def expected_s(self, request: str) -> tuple[float, float]:
+        """What the router expects of a request under way: seconds from its dispatch to its first token, and
+        from there to its end; zero if it knows of no such request.
+        """
+        return self._router.expected_s(request)
 
     def send(self, endpoint: str, path: bytes, head: bytes, body: bytes, sink: Sink) -> Call | None:
         """POST to an endpoint; None (and a failure soon) if there is no such endpoint any more.

@@ -88,10 +88,12 @@ class EngineWatch:
         pairs: bool = True,
         found: Callable[[EngineInfo], Awaitable[None]],
         came_up: Callable[[EngineInfo], None],
+        scraped: Callable[[Signals], None],
     ) -> None:
         """`max_sequences`: what an engine runs at once that does not say. `pairs`: whether the policy can do
         with engines that say by themselves that they have a role. `found` is awaited before an
-        engine takes requests, `came_up` called once the router knows it.
+        engine takes requests, `came_up` called once the router knows it, `scraped` with its load whenever it
+        tells that.
         """
         self.url = option.url
         self.up = False
@@ -105,6 +107,7 @@ class EngineWatch:
         self._told_role = self._told_connector = False
         self._found = found
         self._came_up = came_up
+        self._scraped = scraped
         host, port = address_of(option.url)
         self._host_header = option.url.removeprefix("http://").encode()
         self._upstream = Upstream(host, port, timeouts, deadlines)
@@ -344,17 +347,17 @@ class EngineWatch:
             counters = self._shell.metrics.endpoint(rank.endpoint)
             counters.running, counters.waiting = seen.running or 0, seen.waiting or 0
             counters.kv_usage = seen.kv_usage or 0.0
-            self._shell.tell(
-                Signals(
-                    t=self._shell.now(),
-                    endpoint=rank.endpoint,
-                    scraped_t=scraped_t,
-                    running=seen.running,
-                    waiting=seen.waiting,
-                    kv_usage=seen.kv_usage,
-                    process_start_s=seen.process_start_s,
-                )
+            signals = Signals(
+                t=self._shell.now(),
+                endpoint=rank.endpoint,
+                scraped_t=scraped_t,
+                running=seen.running,
+                waiting=seen.waiting,
+                kv_usage=seen.kv_usage,
+                process_start_s=seen.process_start_s,
             )
+            self._shell.tell(signals)
+            self._scraped(signals)
 
     # -- KV events
 

@@ -483,6 +483,22 @@ class Router:
         """The name under which prompts for `model` are to be hashed: one for all names of a model."""
         return self._fleet.key_name(model)
 
+    def expected_s(self, request: str) -> tuple[float, float]:
+        """Of a request under way, as it was placed: seconds from its dispatch to its first token, and from
+        there to its end. Zero: it is not under way.
+        """
+        known = self._requests.get(request)
+        attempt = known.attempt if known is not None else None
+        if known is None or attempt is None:
+            return 0.0, 0.0
+        event, endpoint = known.event, attempt.endpoint
+        output = self._fleet.models[event.model].output_tokens
+        output = min(output, event.max_tokens) if event.max_tokens is not None else output
+        step_s = endpoint.learner.model.decode_step_s(
+            attempt.life.decodes + 1, event.prompt_tokens + output / 2
+        )
+        return attempt.candidate.ttft_s + attempt.overhead_s, output * step_s
+
     def decision(self, decision: str) -> Decision | None:
         """A recent decision by its id."""
         self._catch_up()
