@@ -27,6 +27,7 @@ LEFT = frozenset(
             f"gateway/{name}.py"
             for name in (
                 "admin",
+                "allowed",
                 "exposition",
                 "main",
                 "options",

@@ -119,7 +119,7 @@ def sidecar(
         list[str] | None,
         typer.Option(
             help="A prefill engine that requests may name in x-prefiller-host-port; others get 403."
-            " Repeat it.",
+            " A name stands for every address that it has. Repeat it.",
             metavar="HOST:PORT",
         ),
     ] = None,

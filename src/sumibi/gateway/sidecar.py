@@ -21,6 +21,7 @@ from sumibi.core.errors import BadRequest, ConfigError
 from sumibi.core.ids import new_id
 from sumibi.engines.connectors import CONNECTORS, PAIRED, Values
 from sumibi.engines.discovery import address_of
+from sumibi.gateway.allowed import Allowed
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.errors import error_body, shape_of
@@ -64,7 +65,7 @@ class SidecarOptions:
     decode: EngineOption
     """The engine beside it; its connector is that of all pairs."""
     allow: frozenset[str]
-    """`host:port` of prefill engines that requests may name."""
+    """`host:port` of prefill engines that requests may name; a name stands for its addresses, too."""
     host: str = "127.0.0.1"
     port: int = 8000
     kv_port: int | None = None
@@ -198,10 +199,14 @@ class Sidecar:
         self._deadlines = Deadlines(asyncio.get_running_loop())
         self.shell = SidecarShell(options, self._deadlines)
         self.server = HttpServer(self.respond, Limits(), self._deadlines)
+        self._allowed = Allowed(options.allow)
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Bind. Raises EnvironmentProblem naming a port in use."""
+        await self._allowed.refresh()
         await self.server.start(self.options.host, self.options.port, flag="--port")
+        self._looking = asyncio.create_task(self._allowed.run())
 
     async def stop(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
         """Take no more requests, let those in flight finish for `grace_s`, end them."""
@@ -212,6 +217,8 @@ class Sidecar:
             self.server.close_idle()
             await self.server.drain(_ABORT_S)
             self.server.abort()
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.sleep(0)
         self.shell.close()
         self._deadlines.close()
@@ -231,7 +238,7 @@ class Sidecar:
             passing.begin(self.shell.upstream, self.options.decode.url, request)
             return passing
         prefillers = [word.strip() for word in named.decode("latin-1").split(",")]
-        refused = next((word for word in prefillers if word not in self.options.allow), None)
+        refused = next((word for word in prefillers if word not in self._allowed), None)
         if refused is not None:
             message = (
                 f"{PREFILLER_HEADER.decode()}: {refused[:100]!r} is not among the prefill engines allowed"
