@@ -108,18 +108,25 @@ def between_words(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _has_the_shape(backend: tokenizers.Tokenizer) -> bool:
-    model = backend.model
-    if not isinstance(model, tokenizers.models.BPE) or model.dropout:
-        return False
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if _REACHES_OVER.search(text) or (token.rstrip and text[-1:].isalpha()):
             return False
-    normal = _parts(backend.normalizer, "normalizers")
-    if any(part["type"] != "NFC" for part in normal):
-        return False
-    splits = _parts(backend.pre_tokenizer, "pretokenizers")
-    return bool(splits) and splits[-1]["type"] == "ByteLevel" and all(map(_splits_well, splits))
+    return bool(splits(backend))
+
+
+def splits(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The parts of a pre-tokenizer, as `tokenizer.json` has them, if text comes to it as it is, or in NFC, if
+    all of them are among those known here, and the model treats each piece alone; else none.
+    """
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE) or model.dropout:
+        return []
+    if any(part["type"] != "NFC" for part in _parts(backend.normalizer, "normalizers")):
+        return []
+    found = _parts(backend.pre_tokenizer, "pretokenizers")
+    known = bool(found) and found[-1]["type"] == "ByteLevel" and all(map(_splits_well, found))
+    return found if known else []
 
 
 def _parts(component: Any, parts: str) -> list[dict[str, Any]]:

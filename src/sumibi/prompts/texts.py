@@ -3,9 +3,10 @@
 A text is cut at its special tokens, and what is long between two of them also between words, if the tokenizer
 allows that (`sumibi.prompts.cuts`). Cuts are found from left to right and depend on nothing that follows, so
 texts that begin alike are cut alike: of a long message with new words at its end only those are tokenised.
+Pieces are read word by word where that can be done (`sumibi.prompts.words`).
 
-That such cuts change no token is checked: one in a hundred characters that are tokenised in pieces is
-tokenised again, the pieces together. A difference is counted, logged, and ends cutting between words.
+That neither changes a token is checked: one in a hundred characters that are tokenised in parts is tokenised
+again, the parts together and by the tokenizer itself. A difference is counted, logged, and ends both.
 """
 
 import logging
@@ -17,6 +18,7 @@ from typing import Final, NamedTuple
 from sumibi.prompts.cuts import BETWEEN_WORDS
 from sumibi.prompts.segments import Segment, SegmentStore
 from sumibi.prompts.tokenizer import Tokenizer
+from sumibi.prompts.words import words_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ _MOST_CHECKED: Final = 32_768
 
 
 class WrongCut(Exception):
-    """Texts were cut where their tokens change. It can't happen again: all was forgotten; read once more."""
+    """A text was read in parts that have other tokens. Not again: all was forgotten; read once more."""
 
 
 class TooLong(Exception):
@@ -61,7 +63,8 @@ class Texts:
         self.longest_tokens: int | None = None
         """Tokens that a prompt may have, None for any number."""
         self.cuts_off = ""
-        """Why texts are no longer cut between words; empty while they are."""
+        """Why texts are no longer read in parts; empty while they are."""
+        self._words = words_of(tokenizer.backend)
         self._between_words = tokenizer.cuts_between_words
         self._to_check = 0.0
         """Characters that may be tokenised again."""
@@ -86,7 +89,7 @@ class Texts:
         new = pieces[known:]
         # All at once and before anything is added: either the whole text stands in the trie or nothing.
         new_ids = self._encode(new)
-        if self._between_words and len(cuts) and len(new) > 0:
+        if len(new) > 0 and (self._between_words or self._words is not None):
             self._check(pieces, known)
         for piece, token_ids in zip(new, new_ids, strict=True):
             end = self._store.add(end, piece, token_ids)
@@ -109,12 +112,13 @@ class Texts:
         return cuts
 
     def _check(self, pieces: list[str], known: int) -> None:
-        """Tokenise the last run of pieces that were cut between words again, whole, if it is time to.
+        """Tokenise the last long piece again, with those from which it was cut between words, if it is time
+        to.
 
         Raises WrongCut if its tokens are others; then everything was forgotten.
         """
         last = len(pieces) - 1
-        while last >= known and not pieces[last].startswith(" "):
+        while last >= known and len(pieces[last]) <= _SHORT_CHARACTERS:
             last -= 1
         if last < known:
             return
@@ -125,26 +129,30 @@ class Texts:
         while first > 0 and pieces[first].startswith(" ") and characters < _MOST_CHECKED:
             first -= 1
             characters += len(pieces[first])
-        if first == last:
-            return
         run = pieces[first : last + 1]
         self._to_check -= 2 * characters
-        whole, *parts = self._tokenizer.encode_batch(["".join(run), *run], add_special_tokens=False)
-        if whole == [token for part in parts for token in part]:
+        whole = self._tokenizer.encode("".join(run), add_special_tokens=False)
+        if whole == [token for part in self._encode(run) for token in part]:
             return
-        self._between_words = False
-        self.cuts_off = "a text cut between words has other tokens"
+        self._between_words, self._words = False, None
+        self.cuts_off = "a text read in parts has other tokens"
         self._store.clear()
         _log.error("prompt keys: %s; from now on every message is tokenised whole", self.cuts_off)
         raise WrongCut
 
     def _encode(self, pieces: list[str]) -> list[Sequence[int]]:
-        long = [piece for piece in pieces if len(piece) > _SHORT_CHARACTERS]
-        long_ids = iter(self._tokenizer.encode_batch(long, add_special_tokens=False))
-        return [
-            next(long_ids) if len(piece) > _SHORT_CHARACTERS else self._encode_short(piece)
+        found: list[Sequence[int] | None] = [
+            self._encode_short(piece) if len(piece) <= _SHORT_CHARACTERS else self._by_words(piece)
             for piece in pieces
         ]
+        left = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
+        if not left:
+            return [ids for ids in found if ids is not None]
+        rest = iter(self._tokenizer.encode_batch(left, add_special_tokens=False))
+        return [next(rest) if ids is None else ids for ids in found]
+
+    def _by_words(self, piece: str) -> list[int] | None:
+        return self._words.ids(piece) if self._words is not None else None
 
     def _encode_one(self, piece: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(piece, add_special_tokens=False))
