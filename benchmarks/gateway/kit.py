@@ -86,6 +86,12 @@ class Kit:
         words += ["--ports", str(EVENTS_PORT), str(REPLAY_PORT)]
         return shlex.join(words)
 
+    def tails(self, size_bytes: int, seed: int, count: int) -> list[str]:
+        """Texts that the load generator puts at the end of bodies."""
+        words = [str(self.build / "lg"), "--tails", "--unique", str(size_bytes), "--seed", str(seed)]
+        made = subprocess.run([*words, "-n", str(count)], capture_output=True, check=True).stdout
+        return [json.loads(line) for line in made.splitlines()]
+
     def measure(self, mode: str, *arguments: str, command: str | None = None) -> dict[str, Any]:
         """One run of the kit; its result with every window. Ends the benchmark if the kit could not run."""
         with tempfile.TemporaryDirectory() as scratch:

@@ -97,12 +97,24 @@ class Words:
     def _between(self, text: str) -> list[int] | None:
         """Of a text in which no added token is."""
         words = self.split(text)
-        known, out = self._young, []
-        try:
-            for word in words:
-                out += known[word]
-        except KeyError:
-            return self._with_new(text, words)
+        if len(self._young) > MOST_WORDS:
+            self._old, self._young = self._young, {}
+        known, old = self._young, self._old
+        out: list[int] = []
+        new = 0
+        for word in words:
+            ids = known.get(word)
+            if ids is None:
+                ids = old.get(word)
+                if ids is None:
+                    new += 1
+                    if new * FEW_NEW > len(words):
+                        return self._whole(text, words)
+                    ids = [token.id for token in self._model.tokenize(word.translate(_AS_BYTES))]
+                known[word] = ids
+            out += ids
+        if new:
+            self._may_learn = min(self._may_learn + len(text), LEARNT_AHEAD)
         return out
 
     def split(self, text: str) -> list[str]:
@@ -114,28 +126,6 @@ class Words:
         return (
             last.findall(text) if len(parts) == 1 else [word for part in parts for word in last.findall(part)]
         )
-
-    def _with_new(self, text: str, words: list[str]) -> list[int] | None:
-        if len(self._young) > MOST_WORDS:
-            self._old, self._young = self._young, {}
-        known, old = self._young, self._old
-        new: list[str] = []
-        for word in dict.fromkeys(words):
-            if word not in known:
-                ids = old.get(word)
-                if ids is None:
-                    new.append(word)
-                else:
-                    known[word] = ids
-        if len(new) * FEW_NEW > len(words):
-            return self._whole(text, words)
-        self._may_learn = min(self._may_learn + len(text), LEARNT_AHEAD)
-        for word in new:
-            known[word] = [token.id for token in self._model.tokenize(word.translate(_AS_BYTES))]
-        out: list[int] = []
-        for word in words:
-            out += known[word]
-        return out
 
     def _whole(self, text: str, words: list[str]) -> list[int] | None:
         """Read all of it, and learn its words if that was of use so far."""
