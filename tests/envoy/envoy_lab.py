@@ -125,7 +125,12 @@ def configuration(
             ]
         },
     }
-    retry = {"retry_on": "connect-failure,refused-stream,unavailable", "num_retries": retries}
+    route: dict[str, Any] = {"cluster": "pool", "timeout": "86400s"}
+    if retries:
+        route["retry_policy"] = {
+            "retry_on": "connect-failure,refused-stream,unavailable",
+            "num_retries": retries,
+        }
     pool = {
         "name": "pool",
         "type": "STATIC",
@@ -187,7 +192,7 @@ def configuration(
                     "routes": [
                         {
                             "match": {"prefix": "/"},
-                            "route": {"cluster": "pool", "timeout": "86400s", "retry_policy": retry},
+                            "route": route,
                         }
                     ],
                 }
@@ -277,11 +282,17 @@ class EnvoyLab:
 
     async def start(self, *, engines: int = 2, **settings: Any) -> None:
         """All of it. `picker_...` settings are the picker's, the others Envoy's."""
+        names = [name for name in settings if name.startswith("picker_")]
+        await self.start_first(
+            engines, **{name.removeprefix("picker_"): settings.pop(name) for name in names}
+        )
+        await self.start_envoy(**settings)
+
+    async def start_first(self, engines: int, **options: Any) -> None:
+        """Engines and a picker that knows them."""
         for _ in range(engines - len(self.engines)):
             await self.engine()
-        names = [name for name in settings if name.startswith("picker_")]
-        await self.start_picker(**{name.removeprefix("picker_"): settings.pop(name) for name in names})
-        await self.start_envoy(**settings)
+        await self.start_picker(**options)
         await self.until(lambda: all(watch.up for watch in self.picker.watches))
 
     async def start_picker(
@@ -327,6 +338,9 @@ class EnvoyLab:
 
     def client(self) -> Client:
         return Client(self.envoy.port)
+
+    def metrics(self) -> Client:
+        return Client(self.picker.metrics_port)
 
     async def ask(self, *arguments: Any, **named: Any) -> Answer:
         async with self.client() as client:

@@ -15,18 +15,11 @@ import uvloop
 import zmq.asyncio
 from faking import (
     CHAT,
-    STREAM_HEAD,
     Answer,
-    Behaviour,
+    Behaviours,
     Client,
-    EngineRequest,
     FakeEngine,
     FakePublisher,
-    answer_well,
-    chunk,
-    respond_json,
-    token_event,
-    usage_event,
 )
 
 from sumibi.gateway.main import Gateway
@@ -140,54 +133,6 @@ def lab(tmp_path, monkeypatch) -> Callable[[], contextlib.AbstractAsyncContextMa
             await it.stop()
 
     return make
-
-
-class Behaviours:
-    """Ways in which an engine may answer a completion request."""
-
-    @staticmethod
-    def status(code: int, body) -> Behaviour:
-        """Answer with a status of its own."""
-
-        async def behave(request: EngineRequest, writer: asyncio.StreamWriter) -> None:
-            await respond_json(writer, code, body)
-
-        return behave
-
-    @staticmethod
-    def write_then_break(data: bytes) -> Behaviour:
-        """Send bytes, then cut the connection."""
-
-        async def behave(request: EngineRequest, writer: asyncio.StreamWriter) -> None:
-            writer.write(data)
-            await writer.drain()
-            await asyncio.sleep(0.02)
-            writer.transport.abort()
-
-        return behave
-
-    @staticmethod
-    def in_pieces(data: bytes, size: int) -> Behaviour:
-        """A whole answer, `size` bytes at a time."""
-
-        async def behave(request: EngineRequest, writer: asyncio.StreamWriter) -> None:
-            for at in range(0, len(data), size):
-                writer.write(data[at : at + size])
-                await writer.drain()
-                await asyncio.sleep(0)
-
-        return behave
-
-    @staticmethod
-    async def hang(request: EngineRequest, writer: asyncio.StreamWriter) -> None:
-        """Never answer."""
-        await asyncio.sleep(3600)
-
-    well = staticmethod(answer_well)
-    stream_head = STREAM_HEAD
-    chunk = staticmethod(chunk)
-    token_event = staticmethod(token_event)
-    usage_event = staticmethod(usage_event)
 
 
 @pytest.fixture

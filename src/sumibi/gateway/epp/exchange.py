@@ -170,14 +170,17 @@ class Exchange(InFlight):
 
     def shut_down(self) -> None:
         """The drain time is over."""
-        self._end(FinishReason.SHUTDOWN, None)
-        if self._seen or not self._stream.sent:
-            self.evict(503, "rejected-shutting-down", "the endpoint picker is shutting down")
+        self.evict(503, "rejected-shutting-down", "the endpoint picker is shutting down")
 
     def evict(self, status: int, reason: str, message: str) -> None:
-        """End it with an error, whatever has passed of it."""
-        body = shape_in(self.asked.dialect).body(status, message, reason, None)
-        self._refuse(status, body, reason)
+        """End it with an error, whatever has passed of it; of those whose answers are not seen only what is
+        kept here.
+        """
+        if self._over:
+            return
+        self.refusal = reason
+        self._end(FinishReason.SHUTDOWN, None)
+        self._refuse(status, shape_in(self.asked.dialect).body(status, message, reason, None), reason)
 
     # -- estimates
 
