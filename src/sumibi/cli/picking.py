@@ -39,6 +39,44 @@ def epp(
             metavar="FILE",
         ),
     ] = None,
+    pool_name: Annotated[
+        str,
+        typer.Option(
+            help="In place of --engine: the ready pods that this InferencePool selects, at its target ports.",
+            metavar="NAME",
+        ),
+    ] = "",
+    pool_namespace: Annotated[
+        str, typer.Option(help="Of pool and pods. [default: its own]", metavar="NAMESPACE")
+    ] = "",
+    pool_group: Annotated[
+        str, typer.Option(help="API group of InferencePool (v1).", metavar="GROUP")
+    ] = "inference.networking.k8s.io",
+    endpoint_selector: Annotated[
+        str,
+        typer.Option(
+            help="In place of --engine, without an InferencePool: the ready pods with these labels, for"
+            " example app=vllm,tier=prod.",
+            metavar="LABELS",
+        ),
+    ] = "",
+    endpoint_target_ports: Annotated[
+        list[str] | None,
+        typer.Option(help="Ports of the selected pods; separate several by commas.", metavar="PORTS"),
+    ] = None,
+    kv_events_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Where endpoints of a pool, selector or file publish KV events, if they do not say (vLLM:"
+            " the port of `endpoint` in its --kv-events-config).",
+            min=1,
+            max=65535,
+        ),
+    ] = None,
+    kv_replay_port: Annotated[
+        int | None,
+        typer.Option(help="The same of `replay_endpoint`.", min=1, max=65535),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "0.0.0.0",
     grpc_port: Annotated[int, typer.Option(help="Port of external processing.")] = 9002,
     grpc_health_port: Annotated[int, typer.Option(help="Port of the gRPC health service.")] = 9003,
@@ -103,7 +141,9 @@ def epp(
       sumibi epp --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000 --tokenizer ./my-model
     docs/epp.md has an Envoy configuration to go with it.
     """  # noqa: D301 (\b keeps the lines of the example as they are)
+    from sumibi.gateway.epp.endpoints import EventPorts
     from sumibi.gateway.epp.options import EppOptions, response_phase_of
+    from sumibi.gateway.epp.pods import selection_of
     from sumibi.gateway.options import GatewayOptions, Timeouts, engine_options
     from sumibi.gateway.queues import bands_of, hold_above_of
     from sumibi.gateway.terms import objectives_of
@@ -137,6 +177,13 @@ def epp(
         fallbacks=fallbacks,
         subset_filter=not disable_endpoint_subset_filter,
         endpoints_file=endpoints_file,
+        pool_name=pool_name,
+        selection=(
+            selection_of(endpoint_selector, endpoint_target_ports or ()) if endpoint_selector else None
+        ),
+        namespace=pool_namespace,
+        pool_group=pool_group,
+        event_ports=EventPorts(kv_events_port, kv_replay_port),
     )
     try:
         from sumibi.gateway.epp.main import main as run_picker

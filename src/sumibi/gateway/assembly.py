@@ -43,10 +43,14 @@ def router_config(options: GatewayOptions, *, gateway_epoch: int) -> RouterConfi
 class Assembly:
     """See the module. To be made in a running loop; `begin`, then `end`."""
 
-    def __init__(self, options: GatewayOptions, *, wait_for_endpoint_s: float | None = None) -> None:
+    def __init__(
+        self, options: GatewayOptions, *, wait_for_endpoint_s: float | None = None, hands_over: bool = True
+    ) -> None:
         """Checks everything that can be checked without a socket. `wait_for_endpoint_s`: how long a request
-        waits for an endpoint of its model; None: the router's default. Raises ConfigError, ModelError.
+        waits for an endpoint of its model; None: the router's default. `hands_over`: whether KV of pairs is
+        this process's to have moved. Raises ConfigError, ModelError.
         """
+        self._hands_over = hands_over
         self.options = options
         if any(engine.role not in (None, Role.BOTH) for engine in options.engines):
             check_pairing(options.policy)
@@ -172,6 +176,7 @@ class Assembly:
             interval_s=options.scrape_interval_s,
             max_sequences=options.max_sequences,
             pairs=options.policy in PAIRING,
+            hands_over=self._hands_over,
             found=self.readers.find,
             came_up=self.came_up,
             scraped=self.scraped,

@@ -86,12 +86,14 @@ class EngineWatch:
         interval_s: float,
         max_sequences: int | None = None,
         pairs: bool = True,
+        hands_over: bool = True,
         found: Callable[[EngineInfo], Awaitable[None]],
         came_up: Callable[[EngineInfo], None],
         scraped: Callable[[Signals], None],
     ) -> None:
         """`max_sequences`: what an engine runs at once that does not say. `pairs`: whether the policy can do
-        with engines that say by themselves that they have a role. `found` is awaited before an
+        with engines that say by themselves that they have a role. `hands_over`: whether KV of pairs is this
+        process's to have moved (else sidecars do). `found` is awaited before an
         engine takes requests, `came_up` called once the router knows it, `scraped` with its load whenever it
         tells that.
         """
@@ -104,6 +106,7 @@ class EngineWatch:
         self._interval_s = interval_s
         self._max_sequences = max_sequences
         self._pairs = pairs
+        self._hands_over = hands_over
         self._told_role = self._told_connector = False
         self._found = found
         self._came_up = came_up
@@ -232,7 +235,8 @@ class EngineWatch:
         """Let the router know what the engine is now, and which of its ranks are gone."""
         await self._found(info)
         before, self.info = self.endpoints, info
-        if self._role(info) is not Role.BOTH and transfer_of(self.option, info.transfer) is None:
+        missing = self._hands_over and transfer_of(self.option, info.transfer) is None
+        if missing and self._role(info) is not Role.BOTH:
             self._miss_connector()
         for rank in info.ranks:
             several = rank.rank if len(info.ranks) > 1 else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from typing import Final
@@ -12,14 +13,18 @@ import uvloop
 from sumibi.core.errors import EnvironmentProblem
 from sumibi.gateway.assembly import Assembly
 from sumibi.gateway.collector import keep_collecting
+from sumibi.gateway.epp.endpoints import FileDiscovery
 from sumibi.gateway.epp.estimates import Estimates
 from sumibi.gateway.epp.exposition import page
-from sumibi.gateway.epp.options import EppOptions, ResponsePhase, check_addresses
+from sumibi.gateway.epp.kubeapi import in_cluster, own_namespace
+from sumibi.gateway.epp.options import EppOptions, ResponsePhase, check_source
+from sumibi.gateway.epp.pods import PodDiscovery, PoolDiscovery
 from sumibi.gateway.epp.servicer import ext_proc_handler, health_handler
 from sumibi.gateway.epp.tls import credentials
 from sumibi.gateway.epp.visit import Picker
 from sumibi.gateway.errors import error_body
 from sumibi.gateway.http1 import Connection, Limits, Request
+from sumibi.gateway.options import EngineOption
 from sumibi.gateway.server import HttpServer
 from sumibi.gateway.tenants import Tenants
 from sumibi.routing.events import Signals
@@ -37,11 +42,11 @@ class PickerServer(Assembly):
     def __init__(self, options: EppOptions) -> None:
         """Checks everything that can be checked without a socket. Raises ConfigError, ModelError."""
         shared = options.gateway
-        check_addresses(shared)
+        check_source(options)
         # A proxy has its own patience: who has no endpoint is told so at once.
-        super().__init__(shared, wait_for_endpoint_s=0.0)
+        super().__init__(shared, wait_for_endpoint_s=0.0, hands_over=False)
         self.draining = False
-        self.synced = options.endpoints_file is None
+        self.synced = not options.discovers
         """It is known which endpoints there are, be it none."""
         self._epp = options
         self._estimates = Estimates(self.shell, shared.scrape_interval_s)
@@ -56,6 +61,8 @@ class PickerServer(Assembly):
             response_phase=options.response_phase is not ResponsePhase.OFF,
             subset_filter=options.subset_filter,
         )
+        self._discovery = self._discoverer() if options.discovers else None
+        self._discovering: asyncio.Task[None] | None = None
         self._servers: list[grpc.aio.Server] = []
         self._metrics_server = HttpServer(self._respond, Limits(body_bytes=0), self.deadlines)
         self.grpc_port = self.health_port = 0
@@ -76,6 +83,8 @@ class PickerServer(Assembly):
         self.health_port = await self._serve((health,), host, options.health_port, "--grpc-health-port")
         await self._metrics_server.start(host, options.metrics_port, flag="--metrics-port")
         self.begin()
+        if self._discovery is not None:
+            self._discovering = asyncio.get_running_loop().create_task(self._discovery.run())
 
     async def stop(self, grace_s: float, hurry: asyncio.Event | None = None) -> None:
         """Say that there should be no more requests, but serve them for `grace_s` (or until `hurry` is set):
@@ -94,6 +103,9 @@ class PickerServer(Assembly):
         self._metrics_server.stop_accepting()
         self._metrics_server.abort()
         self._estimates.close()
+        if self._discovering is not None:
+            self._discovering.cancel()
+            await asyncio.gather(self._discovering, return_exceptions=True)
         await self.end()
 
     def scraped(self, signals: Signals) -> None:
@@ -101,6 +113,24 @@ class PickerServer(Assembly):
         self._estimates.scraped(signals)
 
     # -- inside
+
+    def _discoverer(self) -> FileDiscovery | PodDiscovery | PoolDiscovery:
+        """Who finds endpoints. Raises EnvironmentProblem where there is no Kubernetes to ask."""
+        options, ports = self._epp, self._epp.event_ports
+        if options.endpoints_file is not None:
+            return FileDiscovery(options.endpoints_file, ports, self._found_engines)
+        api = in_cluster(os.environ)
+        namespace = options.namespace or own_namespace()
+        if options.selection is not None:
+            return PodDiscovery(api, namespace, options.selection, ports, self._found_engines)
+        return PoolDiscovery(
+            api, namespace, options.pool_name, options.pool_group, ports, self._found_engines
+        )
+
+    async def _found_engines(self, engines: list[EngineOption]) -> None:
+        """These are the endpoints now."""
+        await self.watch_only(engines)
+        self.synced = True
 
     async def _serve(
         self,

@@ -1,13 +1,15 @@
 """Everything `sumibi epp` can be told beside what it has in common with `sumibi serve`; import-light."""
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from sumibi.core.errors import ConfigError
+from sumibi.gateway.epp.endpoints import EventPorts
+from sumibi.gateway.epp.pods import POOL_GROUP, Selection
 from sumibi.gateway.options import GatewayOptions
 
 GRPC_PORT: Final = 9002
@@ -44,11 +46,36 @@ class EppOptions:
     """Addresses named to Envoy beside the first."""
     subset_filter: bool = True
     endpoints_file: Path | None = None
+    """In place of engines, like the next two."""
+    pool_name: str = ""
+    """Of an InferencePool."""
+    selection: Selection | None = None
+    """Pods."""
+    namespace: str = ""
+    """Of pool or pods; empty: that of the pod that this runs in."""
+    pool_group: str = POOL_GROUP
+    event_ports: EventPorts = field(default_factory=EventPorts)
+    """Of engines that are found, not named."""
+
+    @property
+    def discovers(self) -> bool:
+        """Endpoints are found; else they are named once for all."""
+        return self.endpoints_file is not None or bool(self.pool_name) or self.selection is not None
 
 
-def check_addresses(options: GatewayOptions) -> None:
-    """Envoy goes by addresses. Raises ConfigError for an engine that is named otherwise."""
-    for engine in options.engines:
+def check_source(options: EppOptions) -> None:
+    """Endpoints come from one source, and have addresses, for Envoy goes by those. Raises ConfigError."""
+    given = {
+        "--engine": bool(options.gateway.engines),
+        "--endpoints-file": options.endpoints_file is not None,
+        "--pool-name": bool(options.pool_name),
+        "--endpoint-selector": options.selection is not None,
+    }
+    named = [flag for flag, is_given in given.items() if is_given]
+    if len(named) != 1:
+        what = f"{' and '.join(named)} are given" if named else "none is given"
+        raise ConfigError(f"where endpoints come from: want one of {', '.join(given)}; {what}")
+    for engine in options.gateway.engines:
         try:
             ipaddress.ip_address(urlsplit(engine.url).hostname or "")
         except ValueError as cause:
