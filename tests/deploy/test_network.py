@@ -21,6 +21,10 @@ CLIENT = Party(labels={"app": "client"}, namespace={"kubernetes.io/metadata.name
 PROMETHEUS = Party(labels={"app": "prometheus"}, namespace={"kubernetes.io/metadata.name": "monitoring"})
 DNS = Party(labels={"k8s-app": "kube-dns"}, namespace={"kubernetes.io/metadata.name": "kube-system"})
 INTERNET = Party(labels=None, namespace={}, address="93.184.216.34")
+PROXIES = [
+    Party(labels={"app": "proxy"}, namespace={"kubernetes.io/metadata.name": name})
+    for name in ("inference-gateway", "envoy-gateway-system")
+]
 NEIGHBOUR = Party(labels=None, namespace={}, address="192.168.1.1")
 """A machine of the same network that is no pod."""
 
@@ -83,39 +87,67 @@ def of(things, component: str) -> list[Pod]:
 ALL_PORTS = (22, 53, 443, 5557, 5600, 5657, 6443, 8000, 8080, 8200, 9002, 9003, 9090, 40_000)
 
 
+API_PORTS = {443, 6443}
+"""Of API servers, which may be anywhere."""
+
+
+def doors(things) -> list[Pod]:
+    return [*of(things, "gateway"), *of(things, "epp")]
+
+
+def reached(things, source: Party, target: Party) -> set[int]:
+    return {port for port in ALL_PORTS if allowed(things, source, target, port)}
+
+
 def test_doors_reach_engines_where_they_listen_and_nowhere_else(things):
-    for door in of(things, "gateway"):
+    assert doors(things)
+    for door in doors(things):
         for engine in of(things, "engine"):
-            open_ports = {p for p in ALL_PORTS if allowed(things, party(door), party(engine), p)}
-            assert open_ports == {8000, 5557, 5657}
+            assert reached(things, party(door), party(engine)) == {8000, 5557, 5657}
 
 
-def test_clients_reach_doors_and_no_engine(things):
-    for door in of(things, "gateway"):
-        assert {p for p in ALL_PORTS if allowed(things, CLIENT, party(door), p)} == {8000}
+def test_clients_reach_the_gateway_and_nothing_else(things):
+    for pod in pods(things):
+        gateway = pod in of(things, "gateway")
+        assert reached(things, CLIENT, party(pod)) == ({8000} if gateway else set())
+
+
+def test_engines_reach_no_door_but_as_any_client(things):
+    for engine in of(things, "engine"):
+        for door in doors(things):
+            assert reached(things, party(engine), party(door)) == set()
+
+
+def test_proxies_reach_the_picker_and_the_engines(things):
+    pickers = of(things, "epp")
+    for proxy in PROXIES:
+        for picker in pickers:
+            assert reached(things, proxy, party(picker)) == {9002}
         for engine in of(things, "engine"):
-            assert not any(allowed(things, CLIENT, party(engine), p) for p in ALL_PORTS)
-            assert not any(allowed(things, party(engine), party(door), p) for p in ALL_PORTS if p != 8000)
+            assert reached(things, proxy, party(engine)) == ({8000} if pickers else set())
 
 
 def test_prometheus_reads_metrics_and_no_kv_events(things):
-    for pod in [*of(things, "gateway"), *of(things, "engine")]:
-        assert {p for p in ALL_PORTS if allowed(things, PROMETHEUS, party(pod), p)} == {8000}
+    for pod in pods(things):
+        assert reached(things, PROMETHEUS, party(pod)) == ({9090} if pod in of(things, "epp") else {8000})
+
+
+def beyond(things, pod: Pod) -> set[int]:
+    """Ports that it reaches wherever they are: a picker's API server."""
+    return API_PORTS if pod in of(things, "epp") else set()
 
 
 def test_everybody_asks_for_names(things):
     for pod in pods(things):
         assert allowed(things, party(pod), DNS, 53, "UDP")
-        assert {p for p in ALL_PORTS if allowed(things, party(pod), DNS, p)} == {53}
+        assert reached(things, party(pod), DNS) == {53} | beyond(things, pod)
 
 
 def test_only_vllm_fetches_models_and_from_nowhere_near(things):
     for pod in pods(things):
-        vllm = pod.labels["app.kubernetes.io/name"] == "vllm"
-        assert {p for p in ALL_PORTS if allowed(things, party(pod), INTERNET, p)} == (
-            {443} if vllm else set()
-        )
-        assert not any(allowed(things, party(pod), NEIGHBOUR, p) for p in ALL_PORTS if p != 6443)
+        fetches = {443} if pod.labels["app.kubernetes.io/name"] == "vllm" else set()
+        assert reached(things, party(pod), INTERNET) == fetches | beyond(things, pod)
+        assert reached(things, party(pod), NEIGHBOUR) == beyond(things, pod)
 
 
 def test_engines_reach_each_other_only_to_hand_kv_over(things):

@@ -27,8 +27,9 @@ def test_an_api_server_would_take_all_of_it(things, definitions):
     assert all_problems(things, definitions) == []
 
 
-def test_also_what_is_scraped(definitions):
-    assert all_problems(yaml.safe_load_all(build(DEPLOY / "monitoring")), definitions) == []
+@pytest.mark.parametrize("beside", ["monitoring", "gateway"])
+def test_also_what_is_beside_the_overlays(beside, definitions):
+    assert all_problems(yaml.safe_load_all(build(DEPLOY / beside)), definitions) == []
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

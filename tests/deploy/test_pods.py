@@ -7,8 +7,9 @@ from manifests import every_container, flag, is_ours, is_vllm, kind, matches, po
 from sumibi.gateway.main import ABORT_S
 from sumibi.gateway.options import Timeouts
 
-WRITTEN = {"sumibi": {"/var/lib/sumibi", "/tmp"}, "sumibi-engine": {"/tmp"}}
-"""By image: everything that its processes write to (deploy/Containerfile)."""
+STATE = {"/var/lib/sumibi", "/tmp"}
+WRITTEN = {"serve": STATE, "epp": STATE, "sidecar": set(), "engine": {"/tmp"}}
+"""Our commands: everything that they write to, with the variables that deploy/Containerfile sets."""
 FLUSH_S = 5.0
 """That the embedded engine takes after its grace time (`engine/server.py`)."""
 
@@ -54,13 +55,13 @@ def test_what_is_written_can_be(things):
     templates = {
         s["metadata"]["name"]: s["spec"].get("volumeClaimTemplates", []) for s in kind(things, "StatefulSet")
     }
-    for pod, container, _ in every_container(things):
+    for pod, container, words in every_container(things):
         volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
         volumes |= {claim["metadata"]["name"] for claim in templates.get(pod.name, [])}
         mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", [])}
         assert set(mounts.values()) <= volumes
         if is_ours(container):
-            wanted = WRITTEN[container["image"].rpartition("/")[2].partition(":")[0]]
+            wanted = WRITTEN[words[0]]
         else:
             variables = {v["name"]: v.get("value") for v in container["env"]}
             wanted = {variables["HOME"], variables["HF_HOME"], "/tmp", "/dev/shm"}
@@ -90,7 +91,9 @@ def test_time_to_end_is_what_the_process_takes_and_more(things):
         else:
             takes = float(flag(words, "drain-timeout") or Timeouts().drain_s) + ABORT_S
         assert pod.spec["terminationGracePeriodSeconds"] >= before + takes + 5, pod.name
-        if words[0] in ("serve", "epp"):  # others send to it until they have heard that it goes
+        if (
+            words[0] == "serve"
+        ):  # others send to it until they have heard that it goes; a picker waits by itself
             assert before >= 5
 
 
@@ -118,7 +121,8 @@ def test_no_two_containers_of_a_pod_have_the_same_port_or_name(things):
 PROBED = {
     "serve": {"/health", "/v1/models"},
     "engine": {"/health"},
-    "sidecar": {"/health"},
+    "sidecar": {"/health", "/sidecar/legs"},
+    "epp": {"/metrics"},
 }
 """Our commands: GET routes that answer at the port probed."""
 
@@ -133,6 +137,9 @@ def test_probes_ask_what_there_is(things):
         for probe in probes.values():
             asked = probe.get("httpGet") or probe["grpc"]
             assert asked["port"] in ports
+            if "grpc" in probe:
+                assert asked["port"] == int(flag(words, "grpc-health-port"))
+                assert asked["service"] == "readiness"
             if "httpGet" in probe:
                 assert asked["path"] in (PROBED[words[0]] if is_ours(container) else {"/health"})
 
