@@ -5,7 +5,7 @@ so only those are priced whose lower bound (`floors`) is not above the best pric
 that among all.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import nsmallest
 from typing import Final, NamedTuple
 
@@ -22,7 +22,7 @@ from sumibi.routing.lower import NO_FETCH, Fetch, Kind, Run, fetch, levels_of
 from sumibi.routing.policies.cost import SLACK
 from sumibi.routing.recency import FRESH_S
 from sumibi.routing.returns import ReturnTimes
-from sumibi.routing.spread import spread_over
+from sumibi.routing.spread import Spread, spread_over
 
 MANY: Final = 16
 """Up to so many endpoints all are priced."""
@@ -69,21 +69,13 @@ def candidates(
     if event.max_tokens is not None:
         output_tokens = min(output_tokens, event.max_tokens)
     keys, length = event.keys, matchable_blocks(event, block_tokens)
-    endpoints, at, holders, trusted = roster.endpoints, roster.at, roster.holders, roster.trusted
-    levels: Levels = index.match(keys, length, trusted)
+    endpoints, holders = roster.endpoints, roster.holders
+    levels: Levels = index.match(keys, length, roster.trusted)
     runs: list[Run] | None = None
     if roster.has_lower:
         runs = _runs(keys, length, roster, index, levels)
         levels = levels_of(runs, holders)
-
-    def have(endpoint: Endpoint) -> int:
-        """Blocks there; all of them where they count for nothing, so none is waited for."""
-        place = at.get(endpoint)
-        if place is None or not holders[place] & trusted:
-            return length
-        return blocks_of(levels, holders[place])
-
-    pending = computing.pending(keys, length, have, t)
+    pending = computing.pending(keys, length, _Have(roster, levels, length).blocks, t)
     if not priced:
         # What a full engine will have lost is our own guess: other policies go by what lies where.
         found = []
@@ -106,37 +98,24 @@ def candidates(
         spread = known.spread(t)
     followed = returns.chance(1, 0.0)
     forks = returns.forks(keys, levels[-1][0], block_tokens) if levels and count > 1 else False
-
-    def look(place: int) -> Candidate:
-        endpoint, blocks = endpoints[place], blocks_of(levels, holders[place])
-        coming_there = pending
-        lasting = endpoint.lasting(blocks, keys, block_tokens)
-        if lasting < blocks:
-            blocks = lasting
-            coming_there = computing.pending(
-                keys, length, lambda other: lasting if other is endpoint else length, t
-            )
-        reach, pending_s = coming_there.get(endpoint, (blocks, 0.0))
-        below = fetch(runs[place], blocks, block_tokens) if runs is not None else NO_FETCH
-        return price(
-            endpoint,
-            t,
-            prompt_tokens=event.prompt_tokens,
-            matched_tokens=blocks * block_tokens - below.tokens,
-            pending_tokens=(reach - blocks) * block_tokens,
-            pending_s=pending_s,
-            output_tokens=output_tokens,
-            block_tokens=block_tokens,
-            spread=spread,
-            followed=followed,
-            forks=forks,
-            ahead_s=ahead_s.get(endpoint.name, 0.0) if ahead_s else 0.0,
-            priority=event.priority,
-            below=below,
-        )
-
+    look = _Look(
+        event,
+        length,
+        roster,
+        levels,
+        runs,
+        pending,
+        computing,
+        t,
+        block_tokens,
+        output_tokens,
+        spread,
+        followed,
+        forks,
+        ahead_s,
+    )
     if known is None:
-        return Looked(endpoints, [look(place) for place in range(count)], levels)
+        return Looked(endpoints, [look.candidate(place) for place in range(count)], levels)
     floors = Floors(
         known,
         t,
@@ -147,24 +126,173 @@ def candidates(
     )
     more, most = deepest(levels, roster.places, FEW)
     for endpoint, (reach, _) in pending.items():
-        more[at[endpoint]] = reach
-
-    def floor_s(place: int) -> float:
-        blocks = more.get(place)
-        if blocks is None:
-            blocks = blocks_of(levels, holders[place])
-        bound_s = floors.at(place, blocks * block_tokens)
-        return bound_s + ahead_s.get(endpoints[place].name, 0.0) if ahead_s else bound_s
-
-    def near(limit_s: float) -> list[tuple[float, int]]:
-        return floors.near(limit_s, most * block_tokens)
-
-    chosen = _shortlist(more or floors.idlest(), near, floor_s, look)
+        more[roster.at[endpoint]] = reach
+    bounds = _Bounds(floors, roster, levels, more, most * block_tokens, block_tokens, ahead_s)
+    chosen = _shortlist(more or floors.idlest(), bounds, look)
     if len(chosen) == 1:
         ((place, candidate),) = chosen.items()
         return Looked([endpoints[place]], [candidate], levels)
     order = sorted(chosen)
     return Looked([endpoints[i] for i in order], [chosen[i] for i in order], levels)
+
+
+# What the parts of one decision have in common is in objects, not in functions within functions: compiled,
+# these are cycles of garbage, which keep a prompt's keys until the collector comes (docs/decisions/0029).
+
+
+class _Have:
+    """How much of a prompt is where."""
+
+    __slots__ = ("_length", "_levels", "_roster")
+
+    def __init__(self, roster: Roster, levels: Levels, length: int) -> None:
+        self._roster = roster
+        self._levels = levels
+        self._length = length
+
+    def blocks(self, endpoint: Endpoint) -> int:
+        """Blocks there; all of them where they count for nothing, so none is waited for."""
+        roster = self._roster
+        place = roster.at.get(endpoint)
+        if place is None or not roster.holders[place] & roster.trusted:
+            return self._length
+        return blocks_of(self._levels, roster.holders[place])
+
+
+class _Lasting:
+    """Of one endpoint what will still be there; of others no block is asked about."""
+
+    __slots__ = ("_blocks", "_endpoint", "_length")
+
+    def __init__(self, endpoint: Endpoint, blocks: int, length: int) -> None:
+        self._endpoint = endpoint
+        self._blocks = blocks
+        self._length = length
+
+    def blocks(self, endpoint: Endpoint) -> int:
+        """As `_Have`."""
+        return self._blocks if endpoint is self._endpoint else self._length
+
+
+class _Look:
+    """One prompt, looked at at any endpoint of a roster."""
+
+    __slots__ = (
+        "_ahead_s",
+        "_block_tokens",
+        "_computing",
+        "_event",
+        "_followed",
+        "_forks",
+        "_length",
+        "_levels",
+        "_output_tokens",
+        "_pending",
+        "_roster",
+        "_runs",
+        "_spread",
+        "_t",
+    )
+
+    def __init__(
+        self,
+        event: Arrived,
+        length: int,
+        roster: Roster,
+        levels: Levels,
+        runs: list[Run] | None,
+        pending: dict[Endpoint, tuple[int, float]],
+        computing: Computing,
+        t: float,
+        block_tokens: int,
+        output_tokens: float,
+        spread: Spread,
+        followed: float,
+        forks: bool,
+        ahead_s: Mapping[str, float],
+    ) -> None:
+        self._event = event
+        self._length = length
+        self._roster = roster
+        self._levels = levels
+        self._runs = runs
+        self._pending = pending
+        self._computing = computing
+        self._t = t
+        self._block_tokens = block_tokens
+        self._output_tokens = output_tokens
+        self._spread = spread
+        self._followed = followed
+        self._forks = forks
+        self._ahead_s = ahead_s
+
+    def candidate(self, place: int) -> Candidate:
+        """What the endpoint there has of it, and what it would cost."""
+        event, block_tokens, t, pending = self._event, self._block_tokens, self._t, self._pending
+        endpoint = self._roster.endpoints[place]
+        blocks = blocks_of(self._levels, self._roster.holders[place])
+        lasting = endpoint.lasting(blocks, event.keys, block_tokens)
+        if lasting < blocks:
+            blocks = lasting
+            there = _Lasting(endpoint, lasting, self._length)
+            pending = self._computing.pending(event.keys, self._length, there.blocks, t)
+        reach, pending_s = pending.get(endpoint, (blocks, 0.0))
+        below = fetch(self._runs[place], blocks, block_tokens) if self._runs is not None else NO_FETCH
+        return price(
+            endpoint,
+            t,
+            prompt_tokens=event.prompt_tokens,
+            matched_tokens=blocks * block_tokens - below.tokens,
+            pending_tokens=(reach - blocks) * block_tokens,
+            pending_s=pending_s,
+            output_tokens=self._output_tokens,
+            block_tokens=block_tokens,
+            spread=self._spread,
+            followed=self._followed,
+            forks=self._forks,
+            ahead_s=self._ahead_s.get(endpoint.name, 0.0) if self._ahead_s else 0.0,
+            priority=event.priority,
+            below=below,
+        )
+
+
+class _Bounds:
+    """What one prompt costs at least, at any endpoint of a large roster."""
+
+    __slots__ = ("_ahead_s", "_block_tokens", "_floors", "_levels", "_more", "_most_tokens", "_roster")
+
+    def __init__(
+        self,
+        floors: Floors,
+        roster: Roster,
+        levels: Levels,
+        more: dict[int, int],
+        most_tokens: int,
+        block_tokens: int,
+        ahead_s: Mapping[str, float],
+    ) -> None:
+        """`more`: place -> blocks, of those where it is known; `most_tokens`: no other has more."""
+        self._floors = floors
+        self._roster = roster
+        self._levels = levels
+        self._more = more
+        self._most_tokens = most_tokens
+        self._block_tokens = block_tokens
+        self._ahead_s = ahead_s
+
+    def at_s(self, place: int) -> float:
+        """There."""
+        blocks = self._more.get(place)
+        if blocks is None:
+            blocks = blocks_of(self._levels, self._roster.holders[place])
+        bound_s = self._floors.at(place, blocks * self._block_tokens)
+        if self._ahead_s:
+            return bound_s + self._ahead_s.get(self._roster.endpoints[place].name, 0.0)
+        return bound_s
+
+    def near(self, limit_s: float) -> list[tuple[float, int]]:
+        """(coarser bound, place) of those that may be priced within a limit."""
+        return self._floors.near(limit_s, self._most_tokens)
 
 
 def _order(
@@ -200,26 +328,20 @@ def _runs(keys: Sequence[int], length: int, roster: Roster, index: BlockIndex, l
     ]
 
 
-def _shortlist(
-    first: Iterable[int],
-    others: Callable[[float], list[tuple[float, int]]],
-    floor_s: Callable[[int], float],
-    look: Callable[[int], Candidate],
-) -> dict[int, Candidate]:
+def _shortlist(first: Iterable[int], bounds: _Bounds, look: _Look) -> dict[int, Candidate]:
     """Candidates, by place, among which the best of all is, with those that tie with it.
 
-    The best of `first` by the bounds of their prices, `floor_s`, is priced first. `others`: (coarser bound,
-    place) of those that may be priced within a limit; `first` may be among them.
+    The best of `first` by the bounds of their prices is priced first.
     """
-    near = [(floor_s(place), place) for place in first]
+    near = [(bounds.at_s(place), place) for place in first]
     bounded = {place for _, place in near}
     near.sort()
     _, place = near[0]
-    candidate = look(place)
+    candidate = look.candidate(place)
     found, best_s = {place: candidate}, candidate.total_s
     # A tie with any better one cannot reach further than this: nobody's time to first token is more than
     # its price.
-    near += others(best_s * (1.0 + SLACK))
+    near += bounds.near(best_s * (1.0 + SLACK))
     if len(near) == 1:
         return found
     near.sort()
@@ -227,9 +349,9 @@ def _shortlist(
     for bound_s, place in near:
         if bound_s > limit_s:
             break
-        if place in found or (place not in bounded and floor_s(place) > limit_s):
+        if place in found or (place not in bounded and bounds.at_s(place) > limit_s):
             continue
-        found[place] = candidate = look(place)
+        found[place] = candidate = look.candidate(place)
         if candidate.total_s < best_s:
             best_s = candidate.total_s
             limit_s = (best_s + SLACK * candidate.ttft_s) * (1.0 + ROUNDING)
