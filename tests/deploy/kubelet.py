@@ -1,4 +1,5 @@
 """A small part of a kubelet: runs a manifest's containers on this machine, each pod at an address of its own.
+Where an image is vLLM's, the embedded engine plays it.
 
 As on a node, a container's process is nobody in particular (the pod's `runAsUser`), without capabilities, its
 root read-only, where this process may arrange that (`confined`); its state directory stands for an emptyDir.
@@ -10,14 +11,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from manifests import Pod, Thing, arguments, environment, pods
+from manifests import Pod, Thing, arguments, environment, flag, is_ours, kind, matches, pods
 
 _CONFINE = """
 mount --bind "$2" "$2" && mount -o remount,ro,bind / && exec setpriv --reuid="$1" --regid="$1" \
@@ -52,45 +52,76 @@ def _base() -> dict[str, str]:
     }
 
 
+class Process:
+    """One container, running."""
+
+    def __init__(self, container: Thing, argv: list[str], variables: dict[str, str], log: Path) -> None:
+        self.name = container["name"]
+        self.container = container
+        self.argv = argv
+        self.variables = variables
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                argv, env=variables, cwd="/", stdout=file, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self, seconds: float) -> int:
+        """The exit code; after so long it is ended without mercy."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait(10)
+
+
 class Running:
-    """One pod's only container, running."""
+    """One pod, running."""
 
     def __init__(self, node: "Node", pod: Pod, name: str, address: str) -> None:
         self.name = name
         self.address = address
         self.pod = pod
-        (self.container,) = pod.containers
-        self._node = node
-        self._state = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-        self._state.chmod(0o777)  # as an emptyDir is
-        self._log = (self._state / "log").open("wb")
-        words = [node.localized(word, self) for word in arguments(self.container, node.things)]
-        words += node.more.get(words[0], [])
-        self.environment = {
-            **_base(),
-            "HOME": str(self._state),
-            "XDG_STATE_HOME": str(self._state),
-            "TMPDIR": str(self._state),
-            **{k: v for k, v in environment(self.container, node.things).items() if v != "(secret)"},
-            **node.secrets.get(self.container["name"], {}),
-        }
-        self._before = confined(pod.spec["securityContext"]["runAsUser"], self._state)
-        self.process = subprocess.Popen(
-            self._argv(words), env=self.environment, cwd="/", stdout=self._log, stderr=subprocess.STDOUT
-        )
+        self._volume = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+        self._volume.chmod(0o777)  # as an emptyDir is
+        self._before = confined(pod.spec["securityContext"]["runAsUser"], self._volume)
+        self.processes = [self._start(node, container) for container in pod.containers]
 
-    def _argv(self, words: list[str]) -> list[str]:
-        return [*(self._before or [sys.executable]), "-m", "sumibi", *words]
+    def _start(self, node: "Node", container: Thing) -> Process:
+        words = node.played(container, arguments(container, node.things))
+        words = [node.localized(word, self.address) for word in [*words, *node.more.get(words[0], [])]]
+        found = environment(container, node.things) if is_ours(container) else {}
+        variables = {
+            **_base(),
+            **dict.fromkeys(("HOME", "XDG_STATE_HOME", "TMPDIR"), str(self._volume)),
+            **{name: value for name, value in found.items() if not value.startswith("(")},
+            **node.variables.get(container["name"], {}),
+        }
+        return Process(container, self._argv(node.program, words), variables, self._volume / "log")
+
+    def _argv(self, program: list[str], words: list[str]) -> list[str]:
+        return [*(self._before or [sys.executable]), *program, *words]
 
     @property
     def confinement(self) -> str:
         return " ".join(self._before[-2:-1]) or "none"
 
+    @property
+    def ended(self) -> bool:
+        """One of its processes ended by itself."""
+        return any(process.ended for process in self.processes)
+
     def execute(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """As `kubectl exec` does: another process in the same place."""
+        """As `kubectl exec` does: another process in the same place as the first one."""
         return subprocess.run(
-            self._argv([*words]),
-            env=self.environment,
+            self._argv(["-m", "sumibi"], [*words]),
+            env=self.processes[0].variables,
             cwd="/",
             capture_output=True,
             text=True,
@@ -100,76 +131,125 @@ class Running:
 
     def ask(self, path: str, body: Thing | None = None, port: int = 8000) -> tuple[int, bytes]:
         """(status, body); (0, b"") if nobody listens."""
-        connection = http.client.HTTPConnection(self.address, port, timeout=60)
-        try:
-            if body is None:
-                connection.request("GET", path)
-            else:
-                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            return reply.status, reply.read()
-        except ConnectionRefusedError:
-            return 0, b""
-        finally:
-            connection.close()
+        return ask(self.address, port, path, body)
 
     def probe(self, name: str) -> bool:
-        """Whether `readinessProbe` and its like succeed now."""
-        asked = self.container[name]["httpGet"]
-        status, _ = self.ask(asked["path"], port=self.pod.ports[asked["port"]])
+        """Whether `readinessProbe` and its like succeed now, of all containers that have one."""
+        return all(self._succeeds(p.container[name]) for p in self.processes if name in p.container)
+
+    def _succeeds(self, probe: Thing) -> bool:
+        if "grpc" in probe:
+            return _serving(f"{self.address}:{probe['grpc']['port']}", probe["grpc"]["service"])
+        status, _ = self.ask(probe["httpGet"]["path"], port=self.pod.ports[probe["httpGet"]["port"]])
         return 200 <= status < 400
 
-    def terminate(self) -> int:
-        """SIGTERM, and after the grace time without mercy; the exit code."""
-        before = self.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(self.pod.spec["terminationGracePeriodSeconds"] - before)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait(10)
+    def terminate(self) -> list[int]:
+        """SIGTERM, to sidecars when the others have ended; the exit codes."""
+        grace_s = self.pod.spec["terminationGracePeriodSeconds"]
+        first = [p for p in self.processes if p.container.get("restartPolicy") != "Always"]
+        codes = []
+        for group in (first, [p for p in self.processes if p not in first]):
+            for process in group:
+                before = process.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+                grace_s -= before.get("seconds", 0)
+                process.terminate()
+            codes += [process.wait(grace_s) for process in group]
+        return codes
 
     def log(self) -> str:
-        return (self._state / "log").read_text(errors="replace")
+        return (self._volume / "log").read_text(errors="replace")
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(10)
-        self._log.close()
-        shutil.rmtree(self._state)
+        for process in self.processes:
+            if not process.ended:
+                process.wait(0)
+        shutil.rmtree(self._volume)
 
 
 class Node:
     """Where the pods of one manifest run."""
 
-    def __init__(self, things, more: dict[str, list[str]], secrets: dict[str, dict[str, str]]) -> None:
+    def __init__(self, things, more: dict[str, list[str]], variables: dict[str, dict[str, str]]) -> None:
         """`more`: for each command of ours, arguments that it has only here, the last of their name;
-        `secrets`: for each container, variables that come from Secrets.
+        `variables`: for each container, what a Secret or the cluster would set.
         """
         self.things = things
-        self.secrets = secrets
+        self.variables = variables
         self.more = more
+        self.program = ["-m", "sumibi"]
+        """What an image's entry point is, for Python."""
         self.running: dict[str, Running] = {}
         block = f"127.{64 + os.getpid() // 250 % 128}.{1 + os.getpid() % 250}"
         names = [name for pod in pods(things) for name in _names(pod)]
-        self._addresses = {name: f"{block}.{number}" for number, name in enumerate(names, 1)}
+        self.addresses = {name: f"{block}.{number}" for number, name in enumerate(names, 1)}
 
     def start(self, name: str) -> Running:
         (pod,) = [pod for pod in pods(self.things) if name in _names(pod)]
-        self.running[name] = Running(self, pod, name, self._addresses[name])
+        self.running[name] = Running(self, pod, name, self.addresses[name])
         return self.running[name]
 
-    def localized(self, word: str, at: Running) -> str:
-        """An argument as it is here."""
-        word = word.replace("0.0.0.0", at.address)
-        for name, address in self._addresses.items():
-            word = re.sub(rf"\b{re.escape(name)}\.[a-z-]+(?=:\d)", address, word)
+    def played(self, container: Thing, words: list[str]) -> list[str]:
+        """What runs here: vLLM is played by the embedded engine, with what they have in common."""
+        if is_ours(container):
+            return words
+        kept = [f"--{name}={value}" for name in _PLAYED if (value := flag(words, name)) is not None]
+        return ["engine", "--host=0.0.0.0", "--threads=1", "--kv-blocks=256", *kept]
+
+    def localized(self, word: str, address: str) -> str:
+        """An argument as it is for the pod at `address`."""
+        if word.startswith("--kv-transfer-config="):
+            config = {**json.loads(word.partition("=")[2]), "kv_connector_extra_config": {"host": address}}
+            word = f"--kv-transfer-config={json.dumps(config)}"
+        word = word.replace("(metadata.namespace)", NAMESPACE)
+        word = word.replace("0.0.0.0", address).replace("//127.0.0.1:", f"//{address}:")
+        for name, there in self.addresses.items():
+            word = re.sub(rf"\b{re.escape(name)}\.[a-z-]+(?=:\d)", there, word)
+        for service in kind(self.things, "Service"):  # one that stands for a single pod
+            behind = [
+                p
+                for p in pods(self.things)
+                if matches({"matchLabels": service["spec"]["selector"]}, p.labels)
+            ]
+            if len(behind) == 1 and behind[0].replicas == 1:
+                there = self.addresses[_names(behind[0])[0]]
+                word = re.sub(rf"\b{re.escape(service['metadata']['name'])}(?=:\d)", there, word)
         return word
 
     def close(self) -> None:
         for one in self.running.values():
             one.close()
+
+
+NAMESPACE = "sumibi"
+_PLAYED = ("port", "kv-events-config", "kv-transfer-config")
+
+
+def ask(host: str, port: int, path: str, body: Thing | None = None) -> tuple[int, bytes]:
+    """(status, body) of a GET, or a POST of JSON; (0, b"") if nobody listens."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    except ConnectionRefusedError:
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def _serving(address: str, service: str) -> bool:
+    """By gRPC's health protocol; a message of one text field, answered by one of one number."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            return check(b"\x0a" + bytes([len(service)]) + service.encode(), timeout=3) == b"\x08\x01"
+        except grpc.RpcError:
+            return False
 
 
 def _names(pod: Pod) -> list[str]:
@@ -182,7 +262,6 @@ def eventually(condition, node: Node, timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         logs = "\n".join(f"--- {one.name}\n{one.log()}" for one in node.running.values())
-        ended = [one.name for one in node.running.values() if one.process.poll() is not None]
-        assert not ended, logs
+        assert not any(one.ended for one in node.running.values()), logs
         assert time.monotonic() < until, logs
         time.sleep(0.05)

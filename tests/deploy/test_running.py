@@ -19,7 +19,7 @@ def node():
     there = Node(
         overlay("try-cpu"),
         more={"engine": ["--model=tiny"], "serve": [f"--admin-port={port}", "--drain-timeout=20"]},
-        secrets={"gateway": {"SUMIBI_ADMIN_KEY": "a-key-of-my-own-for-this"}},
+        variables={"gateway": {"SUMIBI_ADMIN_KEY": "a-key-of-my-own-for-this"}},
     )
     yield there
     there.close()
@@ -54,18 +54,18 @@ def test_from_nothing_to_routed_requests_and_back(node, record_property):
     assert seen.returncode == 0, seen.stdout + seen.stderr
     assert seen.stdout.count("exact") >= 2
 
-    ending = threading.Timer(0.2, gateway.process.terminate)
+    ending = threading.Timer(0.2, gateway.processes[0].terminate)
     ending.start()
     streamed = chat(gateway, stream=True, max_tokens=400, ignore_eos=True)
     ending.join()
     assert streamed.endswith(b"data: [DONE]\n\n")  # SIGTERM in the middle: it goes on to its end
-    assert gateway.terminate() == 0
+    assert gateway.terminate() == [0]
     for engine in engines:
-        assert engine.terminate() == 0
+        assert engine.terminate() == [0]
 
 
 def flag_of(pod, name: str) -> str:
-    return next(word for word in pod.process.args if word.startswith(f"{name}="))
+    return next(word for word in pod.processes[0].argv if word.startswith(f"{name}="))
 
 
 def grades(gateway) -> list[str]:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _address(port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+def _address(port: int | str) -> dict[str, Any]:
+    """A port of this machine, or `address:port`."""
+    host, _, number = str(port).rpartition(":")
+    return {"socket_address": {"address": host or "127.0.0.1", "port_value": int(number)}}
 
 
-def _endpoints(name: str, ports: list[int]) -> dict[str, Any]:
+def _endpoints(name: str, ports: Sequence[int | str]) -> dict[str, Any]:
     endpoints = [{"endpoint": {"address": _address(port)}} for port in ports]
     return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
 
@@ -47,8 +49,8 @@ def configuration(
     *,
     port: int,
     admin_port: int,
-    picker_port: int,
-    engine_ports: list[int],
+    picker_port: int | str,
+    engine_ports: Sequence[int | str],
     fail_open: bool = False,
     panic_threshold: int | None = 0,
     response_body: str = "FULL_DUPLEX_STREAMED",
