@@ -134,11 +134,14 @@ bench-pd: $(VENV)/installed-dev setup  ## prefill and decode apart against two e
 images:  ## both container images, with podman, buildah or docker; REGISTRY=... before their names
 	@scripts/images.sh
 
-.PHONY: peers bench-gateway
+.PHONY: peers bench-gateway bench-epp
 peers: $(PEERS)/made  ## the routers that `make bench-gateway` compares with, each in an environment of its own (130 MB)
 
 bench-gateway: $(VENV)/installed-dev setup $(COMPILED)/made $(PEERS)/made  ## a request's CPU, beside other routers (12 minutes, two quiet cores)
 	@$(BIN)/python -m benchmarks.gateway --kit $(KIT) --package $(COMPILED) --peers $(PEERS)
+
+bench-epp: $(VENV)/installed-dev setup $(COMPILED)/made  ## the endpoint picker's CPU beside an external processor that only echoes (4 minutes, two quiet cores)
+	@$(BIN)/python -m benchmarks.epp --package $(COMPILED)
 
 clean:  ## remove .venv and what tools left behind (not the model, not logs, not .vllm, not .clients, not .envoy)
 	rm -rf $(VENV) $(COMPILED) $(PEERS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
