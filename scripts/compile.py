@@ -15,7 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-PACKAGES = ("core", "routing", "routing/policies", "prompts", "prompts/dialects", "sim", "gateway")
+PACKAGES = (
+    *("core", "routing", "routing/policies", "prompts", "prompts/dialects", "sim"),
+    *("gateway", "gateway/epp"),
+)
 LEFT = frozenset(
     (
         "core/errors.py",
@@ -36,6 +39,20 @@ LEFT = frozenset(
                 "assembly",
                 "sidecar",
                 "supervision",
+            )
+        ),
+        *(
+            f"gateway/epp/{name}.py"
+            for name in (
+                "endpoints",
+                "exposition",
+                "kubeapi",
+                "main",
+                "options",
+                "pods",
+                "servicer",
+                "tls",
+                "wire",
             )
         ),
     )

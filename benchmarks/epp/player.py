@@ -6,6 +6,7 @@ A task is `{"port", "kind", "phase", "seconds"}`: as many requests as go within 
 import asyncio
 import itertools
 import json
+import random
 import time
 
 import grpc
@@ -24,7 +25,12 @@ SIZES = {"200 B": 200, "96 KB": 96_000, "96 KB + 20 chunks": 96_000}
 CHUNKS = {"200 B": 1, "96 KB": 1, "96 KB + 20 chunks": 20}
 CONVERSATIONS = 16
 _EVENT = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'
-_USAGE = b'"usage":{"prompt_tokens":%d,"completion_tokens":20,"prompt_tokens_details":{"cached_tokens":0}}'
+_USAGE = b'"usage":{"prompt_tokens":%d,"completion_tokens":20}'
+_WORDS = (
+    "the of and to in is that for it as with was on are be by this from at or an which you we can have not "
+    "file test value error return function line path request server model cache token time memory thread lock "
+    "queue index block table list map string number true false none import class self result state event"
+).split()
 _HEADERS = {
     "accept": b"*/*",
     "user-agent": b"OpenAI/Python 3.57.0",
@@ -38,7 +44,8 @@ _HEADERS = {
 
 def body_of(kind, number):
     """A chat's body of the kind's size: the same words in an order of its own."""
-    words = [f"word{(number * 7919 + i * 104_729) % 4999}" for i in range(SIZES[kind] // 5)]
+    chance = random.Random(number)
+    words = [chance.choice(_WORDS) for _ in range(SIZES[kind] // 3)]
     body = {"model": MODEL, "stream": CHUNKS[kind] > 1, "max_tokens": 20}
     empty = len(json.dumps({**body, "messages": [{"role": "user", "content": ""}]}))
     text = " ".join(words)[: max(8, SIZES[kind] - empty)]
