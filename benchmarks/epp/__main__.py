@@ -44,7 +44,7 @@ class Server:
     def __init__(self, name, words, environment):
         self.name, self.port = name, free_port()
         words = [sys.executable, "-m", *(word.replace("@PORT@", str(self.port)) for word in words)]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(words, env=environment, stdout=self._log, stderr=self._log)
         self.us = {}
         """Microseconds of CPU a request, by (kind, phase): one of each window."""

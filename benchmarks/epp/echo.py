@@ -3,7 +3,6 @@ library and classes, and send as many back, without looking at anything but wher
 """
 
 import argparse
-import asyncio
 
 import grpc
 import uvloop

@@ -1,4 +1,4 @@
-"""Plays Envoy towards a processor, and the engines that a picker asks how they are. A worker of the benchmark.
+"""Plays Envoy towards a processor, and the engines that a picker asks how they are. A benchmark's worker.
 
 A task is `{"port", "kind", "phase", "seconds"}`: as many requests as go within the time, `AT_ONCE` at a time.
 """
@@ -11,8 +11,8 @@ import time
 
 import grpc
 import uvloop
-
 from benchmarks.contestant import serve
+
 from sumibi.gateway.epp.stream import FULL_DUPLEX, NO_BODY
 from sumibi.gateway.epp.wire import SERVICE, ProcessingRequest, ProcessingResponse
 
@@ -26,11 +26,9 @@ CHUNKS = {"200 B": 1, "96 KB": 1, "96 KB + 20 chunks": 20}
 CONVERSATIONS = 16
 _EVENT = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'
 _USAGE = b'"usage":{"prompt_tokens":%d,"completion_tokens":20}'
-_WORDS = (
-    "the of and to in is that for it as with was on are be by this from at or an which you we can have not "
-    "file test value error return function line path request server model cache token time memory thread lock "
-    "queue index block table list map string number true false none import class self result state event"
-).split()
+_TEXT = """the of and to in is that for it as with was on are be by this from at or an which you we can have
+not file test value error return function line path request server model cache token time memory thread lock
+queue index block table list map string number true false none import class self result state event"""
 _HEADERS = {
     "accept": b"*/*",
     "user-agent": b"OpenAI/Python 3.57.0",
@@ -45,7 +43,8 @@ _HEADERS = {
 def body_of(kind, number):
     """A chat's body of the kind's size: the same words in an order of its own."""
     chance = random.Random(number)
-    words = [chance.choice(_WORDS) for _ in range(SIZES[kind] // 3)]
+    known = _TEXT.split()
+    words = [chance.choice(known) for _ in range(SIZES[kind] // 3)]
     body = {"model": MODEL, "stream": CHUNKS[kind] > 1, "max_tokens": 20}
     empty = len(json.dumps({**body, "messages": [{"role": "user", "content": ""}]}))
     text = " ".join(words)[: max(8, SIZES[kind] - empty)]
@@ -79,7 +78,9 @@ def answer_messages(kind):
     headers = [(":status", b"200"), ("content-type", content), ("server", b"uvicorn")]
     listed = [{"key": key, "raw_value": value} for key, value in headers]
     usage = _USAGE % (SIZES[kind] // 4)
-    last = (b'data: {"id":"c","choices":[],%b}\n\ndata: [DONE]\n\n' if streamed else b'{"choices":[],%b}') % usage
+    last = (
+        b'data: {"id":"c","choices":[],%b}\n\ndata: [DONE]\n\n' if streamed else b'{"choices":[],%b}'
+    ) % usage
     pieces = [_EVENT] * (CHUNKS[kind] - 1) + [last]
     return [
         ProcessingRequest(response_headers={"headers": {"headers": listed}}).SerializeToString(),
@@ -110,7 +111,9 @@ async def play(call, first, rest, answer):
             last = reply.request_body.response.body_mutation.streamed_response if reply else None
             sent += 1
             if last is None:
-                last = ProcessingResponse.FromString(got).request_body.response.body_mutation.streamed_response
+                last = ProcessingResponse.FromString(
+                    got
+                ).request_body.response.body_mutation.streamed_response
             if last.end_of_stream:
                 break
     for message in answer:

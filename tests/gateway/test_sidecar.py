@@ -73,6 +73,7 @@ async def test_a_named_prefill_engine_computes_the_prompt(lab, behaviours, clien
             assert "x-prefiller-host-port" not in request.headers
         if not stream:
             assert got.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        assert got.headers["x-sumibi-prefill"] == "ok; prompt_tokens=7; cached_tokens=3"
         legs = await ask(client_of, sidecar, path="/sidecar/legs")
         assert legs.json == {"nixlv2/ok": 1}
 
@@ -103,6 +104,8 @@ async def test_a_prefill_that_fails_leads_to_a_whole_run(lab, behaviours, client
             prefill.behave = behaviours.write_then_break(b"")
         got = await ask(client_of, sidecar, body=CHAT, headers=named(prefill))
         assert (got.status, decode.requests[-1].json) == (200, CHAT)
+        reasons = {"refuses": "refused", "errs": "engine_error", "breaks": "engine_gone"}
+        assert got.headers["x-sumibi-prefill"] == f"failed; reason={reasons[fault]}"
 
 
 async def test_a_decode_engine_that_cannot_fetch_computes_it_by_itself(lab, behaviours, client_of):

@@ -96,6 +96,10 @@ class Completion(InFlight):
             self._close(FinishReason.REJECTED, None)
             self._reply.whole(status, body)
 
+    def note(self, name: bytes, value: bytes) -> None:
+        """A header for its answer."""
+        self._reply.note(name, value)
+
     # -- what the router says
 
     def dispatch(self, instruction: Dispatch) -> None:

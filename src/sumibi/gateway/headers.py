@@ -11,6 +11,8 @@ in its cache is not told as found there (the embedded engine heeds it).
 """
 PREFILLER_HEADER: Final = b"x-prefiller-host-port"
 """Names a prefill engine to a sidecar; never goes on, for it is not for clients to say (llm-d's name)."""
+PREFILLED_HEADER: Final = b"x-sumibi-prefill"
+"""In a sidecar's answer: what became of the prefill half, for the picker that named it (`legs`)."""
 
 CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 """Either may hold the client's key: the first is OpenAI's way, the second Anthropic's."""

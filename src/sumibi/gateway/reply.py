@@ -53,7 +53,12 @@ class Reply:
         self._dialect = dialect
         self._one_zero = one_zero
         self._headers: list[Header] = []
+        self._notes: list[tuple[bytes, bytes]] = []
         self._chunked = False
+
+    def note(self, name: bytes, value: bytes) -> None:
+        """A header of ours for whatever answer there will be."""
+        self._notes.append((name, value))
 
     # -- from the engine
 
@@ -127,6 +132,7 @@ class Reply:
         self.answered = True
         fields = [(name, value) for lower, name, value in self._headers if lower not in _NOT_RETURNED]
         fields += self._ids
+        fields += self._notes
         if explained is not None:
             fields.append((DECISION_HEADER, explained))
         length = _value(self._headers, b"content-length") if self.events is None else b""
@@ -177,7 +183,7 @@ class Reply:
         content_type: bytes = _JSON,
     ) -> None:
         """A whole answer at once."""
-        fields = [*(headers or ()), *self._ids]
+        fields = [*(headers or ()), *self._ids, *self._notes]
         self._connection.respond(status, body, content_type=content_type, headers=fields)
 
 

@@ -21,11 +21,12 @@ from sumibi.core.errors import BadRequest, ConfigError
 from sumibi.core.ids import new_id
 from sumibi.engines.connectors import CONNECTORS, PAIRED, Values
 from sumibi.engines.discovery import address_of
+from sumibi.gateway import legs
 from sumibi.gateway.allowed import Allowed
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.deadlines import Deadlines
 from sumibi.gateway.errors import error_body, shape_of
-from sumibi.gateway.headers import PREFILLER_HEADER
+from sumibi.gateway.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from sumibi.gateway.http1 import Connection, Exchange, Limits, Request
 from sumibi.gateway.inflight import InFlight
 from sumibi.gateway.metrics import Metrics
@@ -129,6 +130,8 @@ class SidecarShell:
             failed = event.failed if isinstance(event, Prefilled) else event.reason
             if failed in _DOUBTS:
                 self._sides.doubt(self.prefillers[event.request])
+        if isinstance(event, Prefilled) and event.request in self.completions:
+            self.completions[event.request].note(PREFILLED_HEADER, legs.written(event))
         match event:
             case Admitted():
                 self._dispatch(event.request, 1, self.prefillers.get(event.request))

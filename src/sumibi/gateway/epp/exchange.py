@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sumibi.gateway import legs
 from sumibi.gateway.answers import EventStream, JsonAnswer
 from sumibi.gateway.epp.stream import Asked, Headers, Stream
 from sumibi.gateway.errors import shape_in
-from sumibi.gateway.headers import ATTEMPT_HEADER, CREDENTIALS, EXPLAIN_HEADER, PREFILLER_HEADER
+from sumibi.gateway.headers import (
+    ATTEMPT_HEADER,
+    CREDENTIALS,
+    EXPLAIN_HEADER,
+    PREFILLED_HEADER,
+    PREFILLER_HEADER,
+)
 from sumibi.gateway.inflight import InFlight
 from sumibi.gateway.metrics import ModelCounters
 from sumibi.gateway.readings import Usage, reading_of
@@ -85,12 +92,12 @@ class Exchange(InFlight):
         ]
         destination = self._destination(instruction, alone=_RANK in given)
         self._stream.send_to(destination, headers, remove, request.body)
-        if self._seen:
-            begins = instruction.prefill or endpoint
-            t = self._shell.now()
-            self._shell.tell(Dispatched(t=t, request=self.id, attempt=self.attempt, endpoint=begins))
-        else:
+        if not self._seen:
             self._picker.estimates.add(self)
+        elif instruction.prefill is None:
+            # Of a pair it is not told: when its prefill ends is heard too late to learn from.
+            t = self._shell.now()
+            self._shell.tell(Dispatched(t=t, request=self.id, attempt=self.attempt, endpoint=endpoint))
         self._wake()
 
     def refuse(self, status: int, reason: str, message: str) -> None:
@@ -117,6 +124,9 @@ class Exchange(InFlight):
             return
         if served and served != address_of(self.endpoint):
             self._moved(served)
+        told = headers.get(PREFILLED_HEADER)
+        if told is not None and self.prefill:
+            self._leg_over(told)
         if self._over:
             return
         if 200 <= status < 300:
@@ -219,6 +229,22 @@ class Exchange(InFlight):
         elif self._seen:
             t = self._shell.now()
             self._shell.tell(Dispatched(t=t, request=self.id, attempt=self.attempt, endpoint=endpoint))
+
+    def _leg_over(self, told: bytes) -> None:
+        """A sidecar says what became of the prefill half. If it failed, what follows has happened already:
+        a whole run where the answer comes from.
+        """
+        t, before, endpoint = self._shell.now(), self.attempt, self.endpoint
+        event = legs.read(told, t=t, request=self.id, attempt=before)
+        if event is None:
+            return
+        outcome = "ok" if event.failed is None else event.failed.value
+        self._shell.leg_over("sidecar", outcome)
+        if event.failed is not None:
+            self._shell.attempt_failed(self.prefill, event.failed, "a sidecar says so of a prefill half")
+        self._shell.tell(event)
+        if self.attempt != before and self.endpoint != endpoint:
+            self._moved(address_of(endpoint))
 
     def _usage(self) -> Usage:
         """Token counts by the engine, or else an estimate of the answer's."""
