@@ -1,5 +1,6 @@
 """The front door: help, messages, exit codes. Commands run in this process where nothing is started."""
 
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,44 @@ def test_help_imports_nothing_heavy(verb):
         [sys.executable, "-c", code, *verb.split(), "--help"], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "safetensors", "gguf", "starlette", "uvicorn"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from sumibi.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["status"], "no stack is running"),
+        (["doctor"], "torch"),
+        (["decisions", "rerun", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["demo"], "pip install 'sumibi[engine]'"),
+    ],
+)
+def test_an_installation_without_an_engine_has_the_rest(words, said, tmp_path):
+    """`pip install sumibi`, and the gateway's image: no torch, no numpy."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words],
+        env={**os.environ, **dict.fromkeys(("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"), str(tmp_path))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "This is a bug" not in done.stderr
+    assert said in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
