@@ -309,3 +309,16 @@ def test_what_engines_lost_of_kv_is_named_with_its_fix(metrics_page):
     assert checks[3].found.startswith("102 blocks found no room")
     assert "host_bytes" in checks[3].fix
     assert doctor.check_kv(running(endpoints=[gone])) == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_where_a_gateway_runs_by_itself_no_engine_is_missed(monkeypatch, tmp_path, installed):
+    fleet = Fleet(endpoints=[endpoint()], counters=Counters())
+    status = Status(
+        running=False, ready=True, problem="", stack=None, fleet=fleet, by_hand="http://127.0.0.1:1"
+    )
+    monkeypatch.setattr(doctor, "read_status", lambda *_: status)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if installed else None)
+    names = {check.name: check.verdict for check in doctor.examine(tmp_path)}
+    assert ("torch" in names, "model" in names, "engine" in names) == (installed, installed, not installed)
+    assert installed or Verdict.PROBLEM not in names.values()

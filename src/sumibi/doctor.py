@@ -5,6 +5,7 @@ if it is not well. A warning is something that works worse than it could; only a
 fail. Nothing is changed, nothing is started (torch is asked in a process of its own).
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -52,14 +53,16 @@ class Check:
 def examine(state_dir: Path, admin_port: int = ADMIN_PORT) -> list[Check]:
     """Every check, in the order in which one would fix things. `admin_port`: as for `read_status`."""
     status = read_status(state_dir, admin_port)
+    alone = bool(status.by_hand) and importlib.util.find_spec("torch") is None
     machine = [
         check_python(),
-        check_cores(),
-        check_memory(status),
-        check_torch(),
+        *([] if alone else [check_cores(), check_memory(status), check_torch()]),
         check_zmq(),
-        check_model(),
-        check_disk(),
+        *(
+            [_ok("engine", "none is installed here; a gateway needs none")]
+            if alone
+            else [check_model(), check_disk()]
+        ),
         check_writable("state directory", state_dir, "XDG_STATE_HOME"),
         check_writable("cache directory", _cache_directory(), "XDG_CACHE_HOME"),
     ]

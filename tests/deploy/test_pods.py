@@ -2,7 +2,8 @@
 
 import json
 
-from manifests import every_container, flag, is_ours, is_vllm, kind, matches, pods
+import yaml
+from manifests import DEPLOY, build, every_container, flag, is_ours, is_vllm, kind, matches, pods
 
 from sumibi.gateway.main import ABORT_S
 from sumibi.gateway.options import Timeouts
@@ -177,3 +178,12 @@ def test_names_of_stateful_sets_exist(things):
         service = services[thing["spec"]["serviceName"]]
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["selector"].items() <= thing["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_each_pod_is_scraped_once_at_a_port_that_it_has(things):
+    monitors = list(yaml.safe_load_all(build(DEPLOY / "monitoring")))
+    for pod in pods(things):
+        (monitor,) = [m for m in monitors if matches(m["spec"]["selector"], pod.labels)]
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in pod.ports, pod.name
+        assert endpoint["path"] == "/metrics"
