@@ -11,6 +11,8 @@ def tiers_of(said: object) -> dict[str, int] | None:
     """`cached_tokens_by_tier`: tokens by the tier (device, host, disk, store, ...) that had their KV. None if
     it is absent, or something else under this name.
     """
+    if said is None:
+        return None
     try:
         tiers = msgspec.convert(said, dict[str, int])
     except msgspec.ValidationError:

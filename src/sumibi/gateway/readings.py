@@ -81,19 +81,28 @@ class _Choice(msgspec.Struct):
 class _Answer(msgspec.Struct):
     usage: _Usage | None = None
     error: Any = None
-    choices: msgspec.Raw = msgspec.Raw(b"[]")
-    """Whatever is in them must not stand in the way of the usage."""
+    choices: list[_Choice] = []
+
+
+class _OddAnswer(msgspec.Struct):
+    """Whatever is in its choices must not stand in the way of the usage."""
+
+    usage: _Usage | None = None
+    error: Any = None
 
 
 _answer = msgspec.json.Decoder(_Answer)
-_choices = msgspec.json.Decoder(list[_Choice])
+_odd_answer = msgspec.json.Decoder(_OddAnswer)
+_DONE = b"[DONE]"
 
 
 def _read_choices(text: bytes) -> Said | None:
-    answer = _decode(_answer, text)
+    if text.strip() == _DONE:
+        return None
+    answer = _decode(_answer, text) or _decode(_odd_answer, text)
     if answer is None:
         return None
-    choices = _decode(_choices, answer.choices) or []
+    choices = answer.choices if isinstance(answer, _Answer) else []
     finish = next((one.finish_reason for one in reversed(choices) if one.finish_reason), None)
     usage = answer.usage
     counts = None
