@@ -26,7 +26,7 @@ def slow_keys(parent, ids, block):
 @given(tokens, st.integers(1, 40))
 def test_keys_follow_their_definition(ids, block):
     root = root_key("m")
-    assert extend_keys(root, ids, block) == slow_keys(root, ids, block)
+    assert extend_keys(root, ids, block).tolist() == slow_keys(root, ids, block)
 
 
 @given(tokens, st.integers(1, 40), st.integers(0, 5))
@@ -78,7 +78,7 @@ def test_content_ids_follow_their_definition_and_are_keyed_by_salt():
 def test_what_two_prompts_have_in_common_is_found_wherever_one_of_them_is_cut(equal, shift):
     start = max(0, -shift)
     chain = extend_keys(root_key("m"), [*range(equal)], 1)
-    ours = [0] * start + chain + extend_keys(chain[-1], [100] * (8 - equal), 1)
-    theirs = [0] * (start + shift) + chain + extend_keys(chain[-1], [200] * (8 - equal), 1)
+    ours = [0] * start + chain.tolist() + extend_keys(chain[-1], [100] * (8 - equal), 1).tolist()
+    theirs = [0] * (start + shift) + chain.tolist() + extend_keys(chain[-1], [200] * (8 - equal), 1).tolist()
     for high in range(1, 9):
         assert common(ours, theirs, start + 1, start + high, shift) == start + min(equal, high)

@@ -345,7 +345,7 @@ async def test_adapters_share_the_reader_of_their_model_and_have_keys_of_their_o
         log = map(json.loads, (tmp_path / "record" / "events.jsonl").read_text().splitlines())
         keys = [event["keys"] for event in log if event["type"] == "Arrived"]
         ids = bytewise.encode("a" * 2 * BLOCK).ids
-        assert keys == [extend_keys(root_key(model), ids, BLOCK) for model in engine.models]
+        assert keys == [extend_keys(root_key(model), ids, BLOCK).tolist() for model in engine.models]
         readers = gateway.readers.readers
         assert len({id(readers[model].reader) for model in engine.models}) == 1
         assert gateway.snapshot().reader_mismatches == {"test-model": 0}

@@ -17,6 +17,7 @@ from sumibi.prompts.dialects import parse_request
 from sumibi.prompts.keys import PromptGrade, PromptReader
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
+from sumibi.prompts.words import Words
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import EndpointDown, FinishReason
 from sumibi.routing.router import Router
@@ -328,11 +329,15 @@ def test_f31_a_prompt_that_was_under_way_when_its_adapter_left_is_not_remembered
 
 
 class Counting:
-    """How many characters tokenizers are given to encode from now on."""
+    """How many characters are tokenised from now on: by words, or by the tokenizers library."""
 
     def __init__(self, monkeypatch):
         self.characters = 0
-        one, many = Tokenizer.encode, Tokenizer.encode_batch
+        one, many, by_words = Tokenizer.encode, Tokenizer.encode_batch, Words.ids
+
+        def ids(words, text):
+            self.characters += len(text)
+            return by_words(words, text)
 
         def encode(tokenizer, text, **options):
             self.characters += len(text)
@@ -344,6 +349,7 @@ class Counting:
 
         monkeypatch.setattr(Tokenizer, "encode", encode)
         monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+        monkeypatch.setattr(Words, "ids", ids)
 
 
 @pytest.mark.interpreted

@@ -63,7 +63,7 @@ def known(store, path):
 
 
 def test_the_path_used_longest_ago_goes_first_and_whole():
-    store = SegmentStore(BLOCK, limit_bytes=6500, keep_token_ids=False)
+    store = SegmentStore(BLOCK, limit_bytes=6000, keep_token_ids=False)
     old, middle = "abcc", "adbb"
     for path in (old, middle, old):
         store.use(put(store, path)[0])

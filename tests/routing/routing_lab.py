@@ -49,7 +49,7 @@ def prompt(name, tokens):
 
 def keys_of(token_ids, *, model=MODEL, salt="", block=BLOCK):
     """Routing keys of a prompt's full blocks."""
-    return extend_keys(root_key(model, salt=salt), token_ids, block)
+    return extend_keys(root_key(model, salt=salt), token_ids, block).tolist()
 
 
 class Lab:

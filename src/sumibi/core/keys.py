@@ -6,6 +6,9 @@ a hint for placement, nothing more: no stored or received KV block is ever accep
 
 Chain: `key_i = xxh3_64(tokens of block i as little-endian uint32, seed = key_{i-1})`, and the root is
 xxh3_64 over the length-prefixed separators. Gateway, event feed and simulator share this one function.
+
+A prompt's keys are an array of 8 bytes each: a list would have an object of 32 bytes for each, and to copy it
+for a request would touch them all.
 """
 
 from array import array
@@ -32,7 +35,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-def extend_keys(parent: int, token_ids: Sequence[int], block_tokens: int) -> list[int]:
+def extend_keys(parent: int, token_ids: Sequence[int], block_tokens: int) -> "array[int]":
     """Keys of the *full* blocks of `token_ids`, chained onto `parent`; a partial last block has none.
 
     `parent` is a root key or the key of the block before `token_ids[0]`. One hash per block:
@@ -41,10 +44,10 @@ def extend_keys(parent: int, token_ids: Sequence[int], block_tokens: int) -> lis
     return extend_packed(parent, pack_tokens(token_ids), block_tokens)
 
 
-def extend_packed(parent: int, packed: bytes, block_tokens: int) -> list[int]:
+def extend_packed(parent: int, packed: bytes, block_tokens: int) -> "array[int]":
     """`extend_keys` for tokens that `pack_tokens` has packed."""
     width = 4 * block_tokens
-    keys = []
+    keys = array("Q")
     for start in range(0, len(packed) - width + 1, width):
         parent = xxh3_64_intdigest(packed[start : start + width], parent)
         keys.append(parent)

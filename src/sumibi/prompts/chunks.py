@@ -4,6 +4,7 @@ Good enough to find the same conversation again, useless against what engines sa
 are kept apart from token keys by their root.
 """
 
+from array import array
 from typing import Any, Final
 
 import msgspec
@@ -24,18 +25,18 @@ _TEXT_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking", "ref
 """Types of parts that are text although they have no field of that name."""
 
 
-def chunk_keys(request: PromptRequest, block_tokens: int) -> list[tuple[list[int], int]]:
+def chunk_keys(request: PromptRequest, block_tokens: int) -> "list[tuple[array[int], int]]":
     """For each prompt of the request: keys of its chunks, and an estimate of its tokens."""
     root = root_key(request.model, adapter_version="byte chunks", salt=request.cache_salt)
     width = block_tokens * BYTES_PER_TOKEN
     return [(_keys(root, data, width), -(-len(data) // BYTES_PER_TOKEN)) for data in _prompt_bytes(request)]
 
 
-def _keys(root: int, data: bytes, width: int) -> list[int]:
+def _keys(root: int, data: bytes, width: int) -> "array[int]":
     """The chain of `sumibi.core.keys` over bytes instead of packed tokens."""
     view = memoryview(data)
     key = root
-    keys = []
+    keys = array("Q")
     for start in range(0, len(data) - width + 1, width):
         key = xxh3_64_intdigest(view[start : start + width], key)
         keys.append(key)

@@ -40,7 +40,7 @@ class PromptGrade(StrEnum):
 class Prompt(msgspec.Struct):
     """What the router needs to know of one request's prompt."""
 
-    keys: list[int]
+    keys: Sequence[int]
     """Routing keys of the full blocks, in order."""
     prompt_tokens: int
     """Whole prompt, partial last block included; of all prompts, if the request has several."""

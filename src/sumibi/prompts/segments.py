@@ -20,16 +20,14 @@ from sumibi.core.keys import extend_keys
 
 _SEGMENT_BYTES: Final = 550
 """A segment without its text, tokens and keys: measured, with its part of the dicts that hold it."""
-_KEY_BYTES: Final = 44
-"""One key: a 64-bit int object, and its slot in a list."""
-_SLOT_BYTES: Final = 8
-"""A key in one more list."""
+_KEY_BYTES: Final = 8
+"""One key, in an array."""
 _NAME_BYTES: Final = 400
 """One name with its place."""
 _NAMES_PER_SEGMENT: Final = 8
 _NEAR: Final = 64
 """So few segments after one that holds all keys no other one need hold them: a few microseconds."""
-_NO_KEYS: tuple[int, ...] = ()
+_NO_KEYS: "array[int]" = array("Q")
 
 
 class Segment:
@@ -58,9 +56,9 @@ class Segment:
         """Tokens on the whole path up to and including this segment."""
         self.key = key
         """Key of the path's last full block; the root key before the first."""
-        self.keys: Sequence[int] = _NO_KEYS
+        self.keys: array[int] = _NO_KEYS
         """Keys of the blocks that this segment filled up."""
-        self.held_keys: list[int] | None = None
+        self.held_keys: array[int] | None = None
         """Keys of the whole path up to here, where a conversation is likely to go on."""
         self.pending: array[int] | None = None
         """Tokens after the last full block; None if there are none."""
@@ -160,13 +158,13 @@ class SegmentStore:
         """The place known as `name`."""
         return self._places.get(name)
 
-    def use(self, end: Segment) -> tuple[list[int], list[int] | None]:
+    def use(self, end: Segment) -> "tuple[array[int], list[int] | None]":
         """Keys and, if kept, token ids of the whole path to `end`. Marks it as used, then makes room."""
         self._uses += 1
         end.last_use = self._uses
         self._order.move_to_end(end)
         path, holder = self._climb(end)
-        keys = list(holder.held_keys or ())
+        keys = array("Q", holder.held_keys or _NO_KEYS)
         for segment in path:
             if segment.keys:
                 keys += segment.keys
@@ -192,13 +190,13 @@ class SegmentStore:
         path, holder = self._climb(base)
         if not path or (holder.held_keys is not None and len(path) < _NEAR):
             return
-        keys = holder.held_keys or []
-        self._resize(holder, -_SLOT_BYTES * len(keys))
+        keys = holder.held_keys or array("Q")
+        self._resize(holder, -_KEY_BYTES * len(keys))
         holder.held_keys = None
         for segment in path:
             keys += segment.keys
         base.held_keys = keys
-        self._resize(base, _SLOT_BYTES * len(keys))
+        self._resize(base, _KEY_BYTES * len(keys))
 
     @staticmethod
     def _token_ids(end: Segment) -> list[int]:

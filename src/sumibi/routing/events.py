@@ -26,6 +26,7 @@ is over and every part of its reservation is released, exactly once. A request t
 with attempt 0.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -106,7 +107,7 @@ class Arrived(Event, frozen=True):
     """Unique id."""
     model: str
     """As the endpoints name it (a served model or an adapter)."""
-    keys: list[int]
+    keys: Sequence[int]
     """Routing keys of the prompt's full blocks, in order (router block size of the model)."""
     prompt_tokens: int
     """Whole prompt, partial last block included; estimated if `prompt_grade` is not exact."""

@@ -544,6 +544,8 @@ class Router:
 
 def _recordable(event: Event) -> Event:
     """The event without text and token ids. A batch keeps what orders it; `Residency` says what it meant."""
+    if isinstance(event, Arrived) and not isinstance(event.keys, list):
+        return msgspec.structs.replace(event, keys=list(event.keys))
     if not isinstance(event, EngineBatch) or not event.batch.events:
         return event
     b = event.batch

@@ -198,7 +198,7 @@ class Source:
 
     def _stored_equal(self, pool: Pool, event: BlockStored, start: Start, changes: list[Change]) -> None:
         """The common case: engine blocks are routing blocks."""
-        keys = extend_keys(start.seed, event.token_ids, event.block_size)
+        keys = extend_keys(start.seed, event.token_ids, event.block_size).tolist()
         pool.put(event.block_hashes, keys)
         above = start.above
         if self._pools.alone(pool):

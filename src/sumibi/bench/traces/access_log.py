@@ -64,7 +64,7 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
             conversations.asked.append(
                 Asked(
                     start_s=one.start_s,
-                    keys=_as_many(keys, tokens // DEFAULT_BLOCK_TOKENS, len(conversations.asked)),
+                    keys=_as_many(keys.tolist(), tokens // DEFAULT_BLOCK_TOKENS, len(conversations.asked)),
                     prompt_tokens=tokens,
                     output_tokens=one.output_tokens,
                     end_s=None if one.duration_s is None else one.start_s + one.duration_s,

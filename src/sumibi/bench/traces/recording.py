@@ -77,7 +77,7 @@ def read(path: Path, lines: Iterable[tuple[int, bytes]]) -> Workload:
 def _asked(event: Arrived, start_s: float) -> Asked:
     return Asked(
         start_s=start_s,
-        keys=event.keys,
+        keys=list(event.keys),
         prompt_tokens=max(event.prompt_tokens, 1),
         output_tokens=None,
         conversation=event.session,

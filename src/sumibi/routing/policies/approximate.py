@@ -47,7 +47,7 @@ class ApproximateIndex:
                     blocks[name] = blocks.get(name, 0) + count
         return blocks
 
-    def add(self, endpoint: str, keys: list[int], limit_blocks: int) -> None:
+    def add(self, endpoint: str, keys: Sequence[int], limit_blocks: int) -> None:
         """`endpoint` gets a prompt with these blocks; it keeps its `limit_blocks` youngest."""
         cache = self._caches.get(endpoint)
         if cache is None:
@@ -83,14 +83,14 @@ class _Lru:
         self._uses = 0
         self._used: dict[int, int] = {}
         """Block -> number of its last use."""
-        self._prompts: OrderedDict[int, list[int]] = OrderedDict()
+        self._prompts: OrderedDict[int, Sequence[int]] = OrderedDict()
         """Number of a use -> the prompt's blocks, the oldest first. A block counts at its last use only."""
         self._ends: dict[int, int] = {}
         """Last block of a prompt -> number of that use."""
         self._looked_at = (0, 0)
         """(number of the oldest use, how many of its blocks were evicted or found younger)."""
 
-    def use(self, keys: list[int]) -> list[int]:
+    def use(self, keys: Sequence[int]) -> list[int]:
         """The prompt's blocks are the youngest now. Returns those that are new."""
         if not keys:
             return []
@@ -127,7 +127,7 @@ class _Lru:
         return dropped
 
 
-def prompt_blocks(ask: Ask, match_tokens: int) -> tuple[list[int], int]:
+def prompt_blocks(ask: Ask, match_tokens: int) -> tuple[Sequence[int], int]:
     """(keys of the prompt's blocks as the index sees them, tokens of such a block)."""
     step = max(1, MIN_BLOCK_TOKENS // ask.block_tokens)
     block_tokens = step * ask.block_tokens

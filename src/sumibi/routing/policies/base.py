@@ -28,7 +28,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     number: int
     """Decisions made for the model before this one."""
     t: float
-    keys: list[int]
+    keys: Sequence[int]
     """Routing keys of the prompt's full blocks."""
     length: int
     """How many of them a cache may spare: never the whole prompt, its last token is always computed."""

@@ -17,13 +17,13 @@ class Running:
     """The prompts that run at one endpoint, as a set of blocks: shared ones count once."""
 
     def __init__(self) -> None:
-        self._prompts: dict[str, list[int]] = {}
-        self._starts: dict[int, dict[str, list[int]]] = {}
+        self._prompts: dict[str, Sequence[int]] = {}
+        self._starts: dict[int, dict[str, Sequence[int]]] = {}
         """By first key: only prompts with the same one share anything."""
         self.blocks = 0
         """Distinct full blocks of all prompts."""
 
-    def shared(self, keys: list[int]) -> int:
+    def shared(self, keys: Sequence[int]) -> int:
         """Leading blocks of `keys` that some running prompt has."""
         most = 0
         if keys:
@@ -31,7 +31,7 @@ class Running:
                 most = common_blocks(keys, theirs, most)
         return most
 
-    def add(self, request: str, keys: list[int]) -> None:
+    def add(self, request: str, keys: Sequence[int]) -> None:
         """A request with these blocks begins. It may not be running already."""
         self.blocks += len(keys) - self.shared(keys)
         self._prompts[request] = keys

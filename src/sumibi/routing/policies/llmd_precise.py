@@ -32,7 +32,7 @@ class Precise(Policy):
 
     def __init__(self) -> None:
         self._scorers = Scorers()
-        self._sent: dict[str, deque[tuple[float, list[int]]]] = {}
+        self._sent: dict[str, deque[tuple[float, Sequence[int]]]] = {}
         """Per endpoint (t, keys) of the prompts sent there lately, the oldest first."""
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate], endpoints: Sequence[Endpoint]) -> list[float]:
