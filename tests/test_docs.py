@@ -109,7 +109,7 @@ def benchmark_flags() -> dict[str, set[str]]:
     names = sorted(
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         for file in (ROOT / "benchmarks").rglob("*.py")
-        if "argparse" in file.read_text() and "def main(" in file.read_text()
+        if re.search(r"argparse|parser\(", text := file.read_text()) and "def main(" in text
     )
     shown = {}
     for name in names:
