@@ -25,7 +25,7 @@ from sumibi.prompts.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES: Final = 64 << 20
-"""About 120 conversations of 128 KB, token ids not kept."""
+"""About 125 conversations of 128 KB, token ids not kept."""
 
 
 class PromptGrade(StrEnum):
