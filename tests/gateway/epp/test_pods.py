@@ -310,3 +310,32 @@ async def test_in_a_pod_the_server_is_known_by_its_authority(tmp_path):
     with pytest.raises(ApiError, match="certificate"):
         await in_cluster(environment, tmp_path).get(PODS)
     server.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-5\r\n",
+        b"nothing of the kind\r\n\r\n",
+        b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n[1]",
+        b"HTTP/1.1 200 OK\r\n\r\n{\xff",
+    ],
+)
+async def test_garbage_is_an_error_like_others(said):
+    """Which a watcher gets over; any other exception would be its end, and nobody would know."""
+
+    async def answer(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(said)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        with pytest.raises(ApiError):
+            await Api(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").get(PODS)
+    finally:
+        server.close()

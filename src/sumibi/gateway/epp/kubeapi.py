@@ -77,7 +77,10 @@ class Api:
                     message = b"".join([line async for line in lines])[:300]
                 raise ApiError(f"{path}: {status} {message.decode(errors='replace')}", status)
             yield lines
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as cause:
+        except (
+            *(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError),
+            *(ValueError, IndexError),  # what answers does not speak HTTP
+        ) as cause:
             raise ApiError(f"{path}: {cause or 'no answer in time'}") from cause
         finally:
             if writer is not None:
