@@ -45,6 +45,11 @@ class Process:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def ask(self, task: object) -> Any:
         """Have a task done. Ends the benchmark if the process does not answer."""
         assert self._process.stdin is not None

@@ -18,6 +18,7 @@ import pytest
 
 from sumibi.core.errors import ConfigError, EnvironmentProblem
 from sumibi.engine.transfer.config import parse_kv_transfer
+from sumibi.gateway.epp import endpoints
 from sumibi.gateway.main import ABORT_S
 from sumibi.gateway.options import engine_options
 from sumibi.local import runfile, updown
@@ -368,6 +369,17 @@ def test_without_pools_nobody_hears_of_roles():
     words = " ".join(word for child in plan.children for word in child.argv)
     assert "--kv-transfer-config" not in words
     assert "role=" not in words
+
+
+def test_other_pickers_find_the_engines_in_a_file(tmp_path):
+    path = tmp_path / "endpoints.yaml"
+    pools = {"count": 0, "prefill": 1, "decode": 1, "first_port": 8001}
+    endpoints.write(path, updown._listed(load_stack(None, {("engines",): pools})))
+    first, second = endpoints.read(path.read_bytes(), endpoints.EventPorts())
+    assert (first.url, first.role) == ("http://127.0.0.1:8001", "prefill")
+    assert (second.url, second.role) == ("http://127.0.0.1:8002", "decode")
+    endpoints.write(path, updown._listed(load_stack()))
+    assert {engine.role for engine in endpoints.read(path.read_bytes(), endpoints.EventPorts())} == {None}
 
 
 def test_a_side_channel_s_port_in_use_is_named():

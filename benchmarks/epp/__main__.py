@@ -6,6 +6,7 @@ plays Envoy. Windows of the two alternate; CPU is that of all threads of the pro
 ratios are those of the medians.
 """
 
+import argparse
 import os
 import socket
 import statistics
@@ -30,6 +31,12 @@ def cpu_s(pid):
     """CPU that a process has used, its threads included."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def busy_s():
+    """CPU that everybody has used, of all cores."""
+    user, nice, system, *_rest = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return (int(user) + int(nice) + int(system)) / _TICKS
 
 
 def free_port():
@@ -70,21 +77,27 @@ class Server:
         self._process.wait()
 
 
-def main():
-    """Measure, print, write."""
+def options_given() -> argparse.Namespace:
     known = parser("epp", __doc__)
     known.add_argument("--dur", type=float, default=2.0, help="seconds of a window")
     known.add_argument(
         "--package", type=Path, default=Path("src"), help="ours: `make compiled`'s directory, or src"
     )
     options = known.parse_args()
-    cmd = "make bench-epp"
+    options.cmd = "make bench-epp"
     if (options.rounds, options.dur) != (known.get_default("rounds"), known.get_default("dur")):
-        cmd += f" (with --rounds {options.rounds} --dur {options.dur:g})"
+        options.cmd += f" (with --rounds {options.rounds} --dur {options.dur:g})"
+    return options
+
+
+def main():
+    """Measure, print, write."""
+    options = options_given()
+    cmd = options.cmd
     package = options.package.resolve()
     compiled = bool(list((package / "sumibi" / "routing").glob("router.*.so")))
     figures = [report.machine(), report.statement("command", cmd)]
-    servers, failed, done = [], 0, 0
+    servers, others, failed, done = [], [], 0, 0
     with tempfile.TemporaryDirectory() as scratch, Process("player", player_words()) as player:
         environment = {**os.environ, "PYTHONPATH": f"{package}:{ROOT}", "XDG_STATE_HOME": scratch}
         ports = player.ask(None)
@@ -100,13 +113,16 @@ def main():
                 for kind in SIZES:
                     for phase, *both in servers:
                         for server in both if round_number % 2 else reversed(both):
-                            before = server.cpu_s
+                            before, all_before, begun = server.cpu_s, busy_s(), time.monotonic()
+                            player_before = cpu_s(player.pid)
                             task = {"port": server.port, "kind": kind, "phase": phase}
                             told = player.ask({**task, "seconds": options.dur if round_number else 0.5})
                             failed += told["failed"]
                             done += told["done"]
+                            spent = server.cpu_s - before
+                            rest = busy_s() - all_before - spent - (cpu_s(player.pid) - player_before)
+                            others.append(rest / (time.monotonic() - begun))
                             if round_number and told["done"]:
-                                spent = server.cpu_s - before
                                 server.us.setdefault((kind, phase), []).append(1e6 * spent / told["done"])
             about = player.about
         finally:
@@ -126,6 +142,10 @@ def main():
             f"{DEFAULT_MODEL}, no TLS, no KV events",
         ),
         report.statement("echo", f"grpc.aio with reads and writes, {about}, the same classes, uvloop"),
+        report.statement(
+            "cores used by others",
+            f"{statistics.median(others):.0%}, median of windows: what switches between them counts as ours",
+        ),
         report.figure("requests answered", [done], "", cmd=cmd),
         report.figure("failed requests", [failed], "", at_most=0, cmd=cmd),
     ]

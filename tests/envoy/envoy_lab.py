@@ -48,7 +48,6 @@ def _endpoints(name: str, ports: Sequence[int | str]) -> dict[str, Any]:
 def configuration(
     *,
     port: int,
-    admin_port: int,
     picker_port: int | str,
     engine_ports: Sequence[int | str],
     fail_open: bool = False,
@@ -209,19 +208,21 @@ def configuration(
             {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
         ],
     }
-    return {
-        "admin": {"address": _address(admin_port)},
-        "static_resources": {"listeners": [listener], "clusters": [pool, epp]},
-    }
+    return {"static_resources": {"listeners": [listener], "clusters": [pool, epp]}}
 
 
 class Envoy:
     """One Envoy process."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
-        self.port, self.admin_port = free_port(), free_port()
+    def __init__(
+        self, directory: Path, content: dict[str, Any] | None = None, port: int = 0, **settings: Any
+    ) -> None:
+        """By settings of `configuration`, or with a whole one of one's own that listens on `port`."""
+        self.port, self.admin_port = port or free_port(), free_port()
         self._file = directory / f"envoy-{self.port}.json"
-        content = configuration(port=self.port, admin_port=self.admin_port, **settings)
+        if content is None:
+            content = configuration(port=self.port, **settings)
+        content["admin"] = {"address": _address(self.admin_port)}
         self._file.write_text(json.dumps(content))
         self._log = directory / f"envoy-{self.port}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -250,9 +251,8 @@ class Envoy:
         while True:
             async with Client(self.admin_port) as client:
                 page = (await client.ask("/clusters")).body.decode()
-            if (
-                "::health_flags::healthy" in "".join(x for x in page.split("\n") if x.startswith("epp"))
-            ) is healthy:
+            lines = [line for line in page.split("\n") if line.startswith(("epp", "picker"))]
+            if any("::health_flags::healthy" in line for line in lines) is healthy:
                 return
             await asyncio.sleep(0.05)
 
@@ -275,7 +275,7 @@ class EnvoyLab:
         self.picker: PickerServer
         self.envoy: Envoy
         self._pickers: list[PickerServer] = []
-        self._envoys: list[Envoy] = []
+        self.envoys: list[Envoy] = []
 
     async def engine(self) -> FakeEngine:
         engine = await FakeEngine().start()
@@ -334,7 +334,7 @@ class EnvoyLab:
         settings.setdefault("engine_ports", [engine.port for engine in self.engines])
         settings.setdefault("picker_port", self.picker.grpc_port)
         self.envoy = await Envoy(self.directory, **settings).start()
-        self._envoys.append(self.envoy)
+        self.envoys.append(self.envoy)
         if settings.get("health_checked", True):
             await self.envoy.picker_is_healthy(True)
 
@@ -375,7 +375,7 @@ class EnvoyLab:
             assert (view.inflight, view.prefilling, view.decoding, view.prefill_tokens) == (0, 0, 0, 0)
 
     async def stop(self) -> None:
-        for envoy in self._envoys:
+        for envoy in self.envoys:
             await envoy.stop()
         for picker in self._pickers:
             if not picker.draining:

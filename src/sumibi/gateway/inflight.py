@@ -151,7 +151,8 @@ class InFlight:
         """It waited for its first endpoint no longer: because it has one, or for the reason given."""
         if self._queued_t is not None:
             queue_s = self._teller.metrics.queue_s
-            queue_s.setdefault(outcome, seconds()).observe(self._teller.now() - self._queued_t)
+            waited = queue_s.get(outcome) or queue_s.setdefault(outcome, seconds())
+            waited.observe(self._teller.now() - self._queued_t)
             self._queued_t = None
 
     def _close(self, reason: FinishReason, usage: Usage | None) -> None:

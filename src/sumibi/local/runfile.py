@@ -18,6 +18,8 @@ from sumibi.core.errors import EnvironmentProblem
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
 STACK_FILE = "stack.json"
+ENDPOINTS_FILE = "endpoints.yaml"
+"""Its engines, for other programs that route: llm-d's picker, or `sumibi epp --endpoints-file`."""
 LOCK_FILE = "lock"
 
 

@@ -26,8 +26,10 @@ from sumibi.admin import Admin, wait_for_fleet
 from sumibi.core.errors import ConfigError, EnvironmentProblem, ModelError, SumibiError
 from sumibi.engine.manifest import MANIFEST
 from sumibi.engine.options import TINY
+from sumibi.gateway.epp import endpoints
 from sumibi.local.plan import StackPlan, plan_stack
 from sumibi.local.runfile import (
+    ENDPOINTS_FILE,
     PLAN_FILE,
     STACK_FILE,
     ChildState,
@@ -266,6 +268,7 @@ def _prepare(stack: Stack, state_dir: Path, report: Report) -> StackPlan:
     try:
         meant = _with_bands(_as_meant(stack), stack.gateway.bands)
         (state_dir / STACK_FILE).write_text(meant.model_dump_json())
+        endpoints.write(state_dir / ENDPOINTS_FILE, _listed(stack))
     except OSError as cause:
         raise EnvironmentProblem(f"cannot write to the state directory {state_dir}: {cause}") from cause
     taken = taken_ports(stack)
@@ -302,6 +305,19 @@ def model_directory(name: str, report: Report) -> Path:
     directory = ensure_model(name, lambda what, done: report("model", what, done)).resolve()
     report("model", f"found in {directory}", 1.0)
     return directory
+
+
+def _listed(stack: Stack) -> list[endpoints.Listed]:
+    """The stack's engines as llm-d's file discovery names them."""
+    return [
+        endpoints.Listed(
+            name=f"engine-{number}",
+            address="127.0.0.1",
+            port=str(port),
+            labels={} if role == "both" else {endpoints.ROLE_LABEL: role},
+        )
+        for number, (port, role) in enumerate(zip(stack.engine_ports, stack.engines.roles, strict=True))
+    ]
 
 
 def _spawn(plan: StackPlan, state_dir: Path, lock: int, *, tied: bool) -> "subprocess.Popen[bytes]":

@@ -28,6 +28,7 @@ class Lab:
         request.estimated_first_token = lambda: self.started.append(name)
         request.estimated_end = lambda: self.over.append(name)
         self.estimates.add(request)
+        return request
 
     def wait(self, seconds):
         """Time passes, in small steps."""
@@ -102,6 +103,21 @@ async def test_other_endpoints_and_scrapes_that_say_nothing_change_nothing():
     lab.scrape(running=0, endpoint="b")
     lab.scrape(running=None, waiting=None)
     assert lab.over == []
+
+
+async def test_one_that_moved_or_ended_is_not_looked_for_where_it_was():
+    lab = Lab()
+    moved = lab.add("moved")
+    lab.add("ended")
+    lab.wait(0.5)
+    moved.endpoint = "b"
+    lab.estimates.moved(moved)
+    lab.estimates.over("ended")
+    lab.scrape(running=0)
+    assert (lab.over, len(lab.estimates)) == ([], 1)
+    lab.wait(0.5)
+    lab.scrape(running=0, endpoint="b")
+    assert (lab.over, len(lab.estimates)) == (["moved"], 0)
 
 
 async def test_the_timer_is_set_for_the_next_that_is_due():

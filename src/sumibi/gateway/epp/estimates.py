@@ -25,7 +25,9 @@ _SETTLES_S: Final = 0.1
 
 
 class _Entry:
-    __slots__ = ("ends_t", "exchange", "last_t", "sent_t", "streaming")
+    """One request."""
+
+    __slots__ = ("ends_t", "exchange", "last_t", "scraped", "sent_t", "streaming")
 
     def __init__(self, exchange: "Exchange", sent_t: float, ends_t: float, last_t: float) -> None:
         self.exchange = exchange
@@ -35,6 +37,22 @@ class _Entry:
         """The end cannot be put off beyond."""
         self.streaming = False
         """Its first token is taken for sent."""
+        self.scraped = False
+        """The last scrape of its endpoint should have counted it."""
+
+
+class _There:
+    """The requests at one endpoint."""
+
+    __slots__ = ("counted", "entries", "scraped", "scraped_t")
+
+    def __init__(self) -> None:
+        self.entries: dict[str, _Entry] = {}
+        self.scraped = 0
+        """Those of them that the last scrape should have counted."""
+        self.scraped_t = 0.0
+        self.counted = 0
+        """What it did count."""
 
 
 class Estimates:
@@ -45,13 +63,13 @@ class Estimates:
         """Requests whose end was estimated, or will be."""
         self._shell = shell
         self._fresh_s = 2 * scrape_interval_s
-        self._entries: dict[str, _Entry] = {}
+        self._at: dict[str, str] = {}  # request -> endpoint
+        self._there: dict[str, _There] = {}
         self._due: list[tuple[float, str]] = []  # heap; entries that moved are in it more than once
         self._timer: asyncio.TimerHandle | None = None
-        self._counted: dict[str, tuple[float, int]] = {}  # endpoint -> (time of the last scrape, requests)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._at)
 
     def add(self, exchange: "Exchange") -> None:
         """It was named to Envoy just now."""
@@ -59,32 +77,61 @@ class Estimates:
         first_s, rest_s = (max(_LEAST_S, s) for s in self._shell.expected_s(exchange.id))
         whole_s = first_s + rest_s
         self.total += 1
-        self._entries[exchange.id] = _Entry(exchange, now, now + whole_s, now + _MOST * whole_s)
+        self._put(_Entry(exchange, now, now + whole_s, now + _MOST * whole_s))
         self._wake(now + first_s, exchange.id)
+
+    def moved(self, exchange: "Exchange") -> None:
+        """It is answered at another endpoint than was thought."""
+        entry = self._take(exchange.id)
+        if entry is not None:
+            self._put(entry)
+
+    def over(self, request: str) -> None:
+        """It ended, and that was seen."""
+        self._take(request)
 
     def scraped(self, signals: Signals) -> None:
         """An engine said what it has to do."""
         if signals.running is None and signals.waiting is None:
             return
-        counted = (signals.running or 0) + (signals.waiting or 0)
-        self._counted[signals.endpoint] = signals.scraped_t, counted
-        there = self._there(signals.endpoint, signals.scraped_t)
-        for entry in sorted(there, key=lambda entry: entry.ends_t)[: max(0, len(there) - counted)]:
-            self._end(entry)
+        there = self._there.get(signals.endpoint)
+        if there is None:
+            return
+        there.scraped_t = signals.scraped_t
+        there.counted = (signals.running or 0) + (signals.waiting or 0)
+        counted = []
+        for entry in there.entries.values():
+            entry.scraped = entry.sent_t < signals.scraped_t - _SETTLES_S
+            if entry.scraped:
+                counted.append(entry)
+        there.scraped = len(counted)
+        surplus = there.scraped - there.counted
+        if surplus > 0:
+            for entry in heapq.nsmallest(surplus, counted, key=lambda entry: entry.ends_t):
+                self._end(entry)
 
     def close(self) -> None:
         """Estimate nothing more."""
         if self._timer is not None:
             self._timer.cancel()
-        self._entries.clear()
+        self._at.clear()
+        self._there.clear()
 
-    def _there(self, endpoint: str, scraped_t: float) -> list[_Entry]:
-        """Whom a scrape of the endpoint should have counted."""
-        return [
-            entry
-            for entry in self._entries.values()
-            if entry.exchange.endpoint == endpoint and entry.sent_t < scraped_t - _SETTLES_S
-        ]
+    def _put(self, entry: _Entry) -> None:
+        entry.scraped = False
+        endpoint = self._at[entry.exchange.id] = entry.exchange.endpoint
+        self._there.setdefault(endpoint, _There()).entries[entry.exchange.id] = entry
+
+    def _take(self, request: str) -> _Entry | None:
+        endpoint = self._at.pop(request, None)
+        if endpoint is None:
+            return None
+        there = self._there[endpoint]
+        entry = there.entries.pop(request)
+        there.scraped -= entry.scraped
+        if not there.entries:
+            del self._there[endpoint]
+        return entry
 
     def _look(self, entry: _Entry, now: float) -> None:
         """An entry is due: its first token, or its end."""
@@ -93,10 +140,9 @@ class Estimates:
             entry.exchange.estimated_first_token()
             self._wake(entry.ends_t, entry.exchange.id)
             return
-        scraped_t, counted = self._counted.get(entry.exchange.endpoint, (0.0, 0))
-        there = self._there(entry.exchange.endpoint, scraped_t)
-        runs_on = now - scraped_t < self._fresh_s and entry in there and counted >= len(there)
-        if runs_on and now < entry.last_t:
+        there = self._there[self._at[entry.exchange.id]]
+        fresh = now - there.scraped_t < self._fresh_s
+        if fresh and entry.scraped and there.counted >= there.scraped and now < entry.last_t:
             entry.ends_t = min(now + self._fresh_s, entry.last_t)
             self._wake(entry.ends_t, entry.exchange.id)
         else:
@@ -105,7 +151,7 @@ class Estimates:
     def _end(self, entry: _Entry) -> None:
         if not entry.streaming:
             entry.exchange.estimated_first_token()
-        del self._entries[entry.exchange.id]
+        self._take(entry.exchange.id)
         entry.exchange.estimated_end()
 
     def _wake(self, at: float, request: str) -> None:
@@ -126,7 +172,10 @@ class Estimates:
         now = self._shell.now()
         while self._due and self._due[0][0] <= now:
             _, request = heapq.heappop(self._due)
-            entry = self._entries.get(request)
-            if entry is not None and (not entry.streaming or entry.ends_t <= now):
+            endpoint = self._at.get(request)
+            if endpoint is None:
+                continue
+            entry = self._there[endpoint].entries[request]
+            if not entry.streaming or entry.ends_t <= now:
                 self._look(entry, now)
         self._set_timer()

@@ -226,7 +226,9 @@ class Exchange(InFlight):
         self._shell.tell(Moved(t=t, request=self.id, attempt=before, endpoint=endpoint))
         if self.attempt == before:  # the router does not know who that is
             self._close(FinishReason.REFUSED, None)
-        elif self._seen:
+        elif not self._seen:
+            self._picker.estimates.moved(self)
+        else:
             t = self._shell.now()
             self._shell.tell(Dispatched(t=t, request=self.id, attempt=self.attempt, endpoint=endpoint))
 
@@ -256,6 +258,11 @@ class Exchange(InFlight):
     def _end(self, reason: FinishReason, usage: Usage | None) -> None:
         self._tell_finished(reason, usage, answered=self._stream.sent)
         self._close(reason, usage)
+
+    def _close(self, reason: FinishReason, usage: Usage | None) -> None:
+        if not self._seen:
+            self._picker.estimates.over(self.id)
+        super()._close(reason, usage)
 
     def _refuse(self, status: int, body: bytes, reason: str) -> None:
         self._stream.refuse(status, error_headers(reason), body)
