@@ -198,6 +198,22 @@ async def test_a_dead_first_endpoint_is_passed_over_and_the_ledger_knows(lab):
         assert not next(v for v in it.picker.router.fleet_view() if v.endpoint == warm.endpoint).reachable
 
 
+async def test_the_head_of_an_answer_is_enough_to_know_whose_it_is(lab):
+    """Envoy shows heads of answers and no bodies: the first one was dead, and ends are estimated."""
+    async with lab() as it:
+        await it.start(engines=2, picker_scrape_interval_s=60.0, response_body="NONE")
+        prompt = chat("a conversation that goes on " * 20)
+        assert (await it.ask(body=prompt)).status == 200
+        await it.nothing_is_held()
+        (warm,) = served(it)
+        await warm.stop()
+        assert (await it.ask(body={**prompt, "max_tokens": 5})).status == 200
+        await it.nothing_is_held()
+        reasons = [(o.endpoint == warm.endpoint, o.reason.value) for o in it.picker.router.outcomes()]
+        assert reasons == [(True, "stop"), (True, "refused"), (False, "stop")]
+        assert it.picker.picker.ends == {"unseen": 2}
+
+
 async def test_when_no_endpoint_can_be_reached_that_is_told(lab):
     async with lab() as it:
         await it.start(engines=2, picker_scrape_interval_s=60.0)

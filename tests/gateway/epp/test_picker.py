@@ -81,6 +81,18 @@ async def test_a_stream_that_breaks_off_frees_everything(epp):
         assert it.server.picker.ends == {"aborted": 2}
 
 
+@pytest.mark.interpreted
+async def test_a_bug_costs_one_request(epp, monkeypatch):
+    async with epp(1) as it:
+        await it.start()
+        monkeypatch.setattr("sumibi.gateway.epp.visit.terms_of", lambda *_: 1 / 0)
+        call = it.call()
+        assert await call.ask() == 500
+        assert b"internal error" in call.immediate.body
+        monkeypatch.undo()
+        assert await it.call().ask() == address(it.engines[0])
+
+
 # -- response phase off
 
 

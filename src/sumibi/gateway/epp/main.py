@@ -32,6 +32,8 @@ from sumibi.routing.events import Signals
 ABORT_S: Final = 1.0
 """After the drain time: for errors to reach Envoy."""
 _MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+_MAX_STREAMS: Final = 20_000
+"""HTTP requests at once; more are refused by gRPC itself, and Envoy answers as if there were no picker."""
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +144,9 @@ class PickerServer(Assembly):
     ) -> int:
         """Bind a port; the one bound."""
         size = ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)
-        server = grpc.aio.server(options=[size, ("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(
+            options=[size, ("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=_MAX_STREAMS
+        )
         server.add_generic_rpc_handlers(handlers)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
