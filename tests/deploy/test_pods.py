@@ -98,11 +98,16 @@ def test_time_to_end_is_what_the_process_takes_and_more(things):
             assert before >= 5
 
 
+OTHERS = {"--kv-events-port", "--kv-replay-port"}
+"""Flags of ours that name ports of engines."""
+
+
 def ports_in(container, words) -> set[int]:
     """The ports that its process listens on, by its arguments and variables."""
     config = json.loads(flag(words, "kv-events-config") or "{}")
     found = {config[field].rpartition(":")[2] for field in ("endpoint", "replay_endpoint") if field in config}
-    found |= {value for word in words for name, _, value in [word.partition("=")] if name.endswith("port")}
+    given = [word.partition("=")[::2] for word in words]
+    found |= {value for name, value in given if name.endswith("port") and name not in OTHERS}
     found |= {v["value"] for v in container.get("env", []) if v["name"].endswith("_PORT")}
     return set(map(int, found))
 
