@@ -60,6 +60,7 @@ class Sample:
 def main() -> int:
     """Soak, judge, write; the exit code is 1 if a target was missed."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of every `finally`
     with tempfile.TemporaryDirectory(prefix="sumibi-soak-") as home:
         exits = _start_exits(options, Path(home))
         try:
@@ -197,7 +198,7 @@ async def _tell(engine: EngineProcess, do: str, **how: object) -> None:
 
 
 async def _watch(gateway: GatewayProcess, samples: list[Sample], began: float, log: Log) -> None:
-    told = 0
+    told = shown = 0
     while True:
         await asyncio.sleep(SAMPLE_S)
         t_s = time.monotonic() - began
@@ -213,8 +214,11 @@ async def _watch(gateway: GatewayProcess, samples: list[Sample], began: float, l
                 f"{told} min: {log.outcomes.total():,} requests, {log.faults.total()} faults, "
                 f"{len(log.unexpected)} unexpected; {last.rss_mb:.1f} MB, {last.fds} files, "
                 f"{last.requests:.0f} requests now",
+                *log.unexpected[shown:],
+                sep="\n  ",
                 flush=True,
             )
+            shown = len(log.unexpected)
 
 
 def _left(gateway: GatewayProcess, fds: int) -> dict[str, float]:
