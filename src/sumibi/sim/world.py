@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 
 from sumibi.core.errors import ConfigError, SumibiError
-from sumibi.core.latency import LatencyModel, LinkModel
+from sumibi.core.latency import LatencyModel
 from sumibi.routing.config import RouterConfig
 from sumibi.routing.events import (
     Admitted,
@@ -21,8 +21,6 @@ from sumibi.routing.events import (
     AskReplay,
     Dispatch,
     Dispatched,
-    EndpointDown,
-    EndpointUp,
     Event,
     Finished,
     FinishReason,
@@ -30,28 +28,23 @@ from sumibi.routing.events import (
     Instruction,
     Prefetch,
     Refuse,
-    Role,
-    Signals,
     Tick,
-    Tier,
     WakeAt,
 )
 from sumibi.routing.policies import check_pairing
 from sumibi.routing.router import Router
-from sumibi.sim.fleet import Fault, FleetSpec, Group, Store
-from sumibi.sim.job import Job
-from sumibi.sim.memory import DISK, HOST
+from sumibi.sim.faults import Faults
+from sumibi.sim.fleet import FleetSpec, Store
+from sumibi.sim.hearing import Hearing
 from sumibi.sim.pairs import Pairs
 from sumibi.sim.replica import Replica, join
 from sumibi.sim.results import Calls, Status
 from sumibi.sim.sessions import Player, Playing
 from sumibi.sim.site import Call, Site
-from sumibi.sim.stream import Batch, Stream
+from sumibi.sim.stream import Stream
 from sumibi.sim.tiers import Blocks, Link
 from sumibi.sim.workload import Workload
 
-STORE = "store"
-"""As endpoints name what they share."""
 WRONG_BY = 3.0
 """Wrong constants are off by a factor between 1/3 and 3, even on a logarithmic scale."""
 REPLAY_S = 0.02
@@ -109,6 +102,18 @@ class World:
             enter=self._enter,
             close=self._close,
         )
+        self._hearing = Hearing(
+            fleet, workload.block_tokens, self.sites, self.router, push=self._push, tell=self._tell
+        )
+        self._faults = Faults(
+            fleet,
+            self._by_name,
+            self._hearing,
+            self._pairs,
+            push=self._push,
+            arm=self._arm,
+            attempt_failed=self._attempt_failed,
+        )
         self._build(seed, wrong_constants, noise)
         self._player = Player(workload, users, seed, self._expect)
         self._total = self._player.left
@@ -143,7 +148,7 @@ class World:
             latency = replica.times.model
             if wrong_constants:
                 latency = told.setdefault(latency, wrong(latency, seed, len(told)))
-            stream = Stream(name, fleet.kv_replay, self._tell, self._last_taken)
+            stream = Stream(name, fleet.kv_replay, self._tell, self._hearing.last_taken)
             site = Site(number, replica, stream, latency, fleet.scrape_interval_s)
             self.sites.append(site)
             self._by_name[name] = site
@@ -157,9 +162,9 @@ class World:
     def run(self) -> float:
         """Play to the end. Returns the virtual time of the last request's end."""
         for site in self.sites:
-            self._up(0.0, site)
+            self._hearing.up(0.0, site)
         for fault in self._fleet.faults:
-            self._push(fault.at_s, self._fault, fault)
+            self._push(fault.at_s, self._faults.begin, fault)
         self._push(0.0, self._scrape, None)
         self._player.begin()
         heap, player = self._heap, self._player
@@ -196,7 +201,7 @@ class World:
                 case AskReplay():
                     site = self._by_name[instruction.endpoint]
                     site.stream.asked()
-                    self._push(t + REPLAY_S, self._replay, (site, instruction.from_seq))
+                    self._push(t + REPLAY_S, self._hearing.replay, (site, instruction.from_seq))
                 case Prefetch():
                     self._bring_up(t, instruction)
                 case _:
@@ -232,7 +237,7 @@ class World:
         site, start_s, keys, blocks = what
         if site.alive and site.start_s == start_s:
             site.replica.memory.came_up(blocks, keys)
-            self._publish(t, site)
+            self._hearing.publish(t, site)
             self._bring_more(t, (site, start_s, keys))
 
     def _tick(self, t: float, _: object) -> None:
@@ -363,7 +368,7 @@ class World:
                         self._finish(t, call, FinishReason.STOP, Status.DONE)
                 replica.done.clear()
             if replica.memory.changes:
-                self._publish(t, site)
+                self._hearing.publish(t, site)
         self._arm(what)
 
     def _arm(self, site: Site) -> None:
@@ -447,183 +452,11 @@ class World:
         if self._progress is not None and not len(rows) % _PROGRESS_EVERY:
             self._progress(len(rows), self._total)
 
-    # --- what the router hears of replicas ---
-
-    def _up(self, t: float, what: object) -> None:
-        assert isinstance(what, Site)
-        site = what
-        group: Group = site.replica.group
-        self._tell(
-            EndpointUp(
-                t=t,
-                endpoint=site.replica.name,
-                models=[group.model, *group.adapters],
-                engine_block_tokens=self._workload.block_tokens,
-                kv_tokens=group.kv_tokens,
-                max_sequences=group.max_sequences,
-                tiers=self._tiers(group),
-                has_events=self._fleet.kv_event_delay_s is not None,
-                has_replay=self._fleet.kv_replay,
-                latency=site.latency,
-                process_start_s=site.start_s,
-                role=Role(group.role),
-                revision=group.revision,
-                kv_bytes_per_token=group.kv_bytes_per_token,
-                prefetches=group.prefetches,
-                link=LinkModel(group.link.gb_per_s * 1e9, group.link.setup_s) if group.link else None,
-            )
-        )
-
-    def _tiers(self, group: Group) -> list[Tier]:
-        """As an endpoint of this group tells of them."""
-        host, store = group.host, self._fleet.store
-        tiers = []
-        if host is not None:
-            tiers.append(
-                Tier(name=HOST, tokens=host.tokens, gb_per_s=host.gb_per_s, latency_s=host.latency_s)
-            )
-        if group.disk is not None:
-            disk = group.disk
-            tiers.append(
-                Tier(name=DISK, tokens=disk.tokens, gb_per_s=disk.gb_per_s, latency_s=disk.latency_s)
-            )
-        if store is not None:
-            tiers.append(
-                Tier(
-                    name=STORE,
-                    shared=True,
-                    tokens=store.tokens,
-                    gb_per_s=store.read_gb_per_s,
-                    latency_s=store.latency_s,
-                )
-            )
-        return tiers
-
-    def _publish(self, t: float, site: Site) -> None:
-        """One batch of KV events."""
-        memory = site.replica.memory
-        changes, memory.changes = memory.changes, []
-        delay_s = self._fleet.kv_event_delay_s
-        if delay_s is None:
-            return
-        batch = site.stream.publish(changes, t)
-        if batch is not None:
-            self._push(t + delay_s, self._deliver, (site.stream, site.stream.life, batch))
-
-    def _deliver(self, t: float, what: object) -> None:
-        assert isinstance(what, tuple)
-        delivery: tuple[Stream, int, Batch] = what
-        stream, life, batch = delivery
-        if life == stream.life:
-            stream.deliver(batch, t)
-
-    def _replay(self, t: float, what: object) -> None:
-        assert isinstance(what, tuple)
-        site, from_seq = what
-        site.stream.replay(from_seq, t, alive=site.alive)
-
-    def _last_taken(self, endpoint: str) -> int | None:
-        """The last KV event batch of an endpoint that the router has applied, as it shows it itself."""
-        for view in self.router.fleet_view():
-            if view.endpoint == endpoint:
-                return view.last_sequence
-        return None
-
     def _scrape(self, t: float, _: object) -> None:
-        """Read the metrics pages that are due. One that says what it said last is not told again."""
         if self._open and t - self._moved_s > STALLED_S:
             raise SumibiError(f"nothing moves since {self._moved_s:.0f} s: {next(iter(self._open))} is open")
-        for site in self.sites:
-            replica = site.replica
-            if replica.changed == site.scraped or t < site.scrape_next_s or not site.alive:
-                continue
-            site.scrape_next_s = t + site.scrape_interval_s - 1e-9
-            site.scraped = replica.changed
-            memory = replica.memory
-            self._tell(
-                Signals(
-                    t=t,
-                    endpoint=replica.name,
-                    scraped_t=t,
-                    running=replica.running,
-                    waiting=replica.queued,
-                    kv_usage=min(1.0, memory.in_use() / memory.cache.capacity),
-                    process_start_s=site.start_s,
-                )
-            )
+        self._hearing.scrape(t)
         self._push(t + self._fleet.scrape_interval_s, self._scrape, None)
-
-    # --- faults ---
-
-    def _fault(self, t: float, what: object) -> None:
-        assert isinstance(what, Fault)
-        fault, site = what, self._by_name[what.endpoint]
-        until_s, detect_s = fault.until_s, self._fleet.detect_s
-        match fault.kind:
-            case "slow":
-                site.replica.slow(fault.factor, t)
-                self._arm(site)
-            case "down":
-                self._push(t + detect_s, self._down, site)
-                if until_s is not None:
-                    self._push(until_s + detect_s, self._up, site)
-            case "restart":
-                self._die(t, site.peers)
-            case "lose-events":
-                site.stream.lost_until_s = until_s if until_s is not None else inf
-            case "scrape":
-                site.scrape_interval_s = fault.factor
-        if until_s is not None and fault.kind in ("slow", "restart", "scrape"):
-            self._push(until_s, self._mend, fault)
-
-    def _mend(self, t: float, what: object) -> None:
-        assert isinstance(what, Fault)
-        fault, site = what, self._by_name[what.endpoint]
-        match fault.kind:
-            case "slow":
-                site.replica.slow(1.0, t)
-                self._arm(site)
-            case "restart":
-                for each in site.peers:
-                    each.alive = True
-                    each.start_s = t
-                    self._push(t + self._fleet.detect_s, self._up, each)
-            case _:
-                site.scrape_interval_s = self._fleet.scrape_interval_s
-
-    def _down(self, t: float, what: object) -> None:
-        assert isinstance(what, Site)
-        self._tell(EndpointDown(t=t, endpoint=what.replica.name, cause="health check failed"))
-
-    def _die(self, t: float, sites: list[Site]) -> None:
-        """The process ends. Connections break at once; health checks notice later."""
-        lost: list[Job] = []
-        kept: list[Job] = []
-        for site in sites:
-            site.alive = False
-            kept += site.replica.kept()
-            site.stream.restart()
-            site.scraped = -1
-            lost += site.replica.die()
-            self._push(t + self._fleet.detect_s, self._down_if_dead, site)
-        self._arm(sites[0])
-        for job in kept:
-            call = job.owner
-            assert isinstance(call, Call)
-            self._pairs.gone(t, call)
-        for job in lost:
-            call = job.owner
-            assert isinstance(call, Call)
-            if job is not call.job:
-                self._pairs.lost(t, call, job)
-                continue
-            call.job = None
-            self._attempt_failed(t, call, FinishReason.ENGINE_GONE)
-
-    def _down_if_dead(self, t: float, what: object) -> None:
-        assert isinstance(what, Site)
-        if not what.alive:
-            self._down(t, what)
 
 
 def _reads(store: Store | None) -> Link | None:
