@@ -34,6 +34,7 @@ VLLM_FLAGS = {
     "--enable-prompt-tokens-details",
     "--kv-events-config",
     "--kv-transfer-config",
+    "--shutdown-timeout",
 }
 """What pages name by itself and mean to be given to vLLM."""
 

@@ -11,6 +11,8 @@ from sumibi.gateway.options import Timeouts
 STATE = {"/var/lib/sumibi", "/tmp"}
 WRITTEN = {"serve": STATE, "epp": STATE, "sidecar": set(), "engine": {"/tmp"}}
 """Our commands: everything that they write to, with the variables that deploy/Containerfile sets."""
+DNS_CACHE_S = 30
+"""That CoreDNS keeps an answer, as clusters usually have it."""
 FLUSH_S = 5.0
 """That the embedded engine takes after its grace time (`engine/server.py`)."""
 
@@ -87,6 +89,7 @@ def test_time_to_end_is_what_the_process_takes_and_more(things):
         before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         if is_vllm(container):
             takes = float(flag(words, "shutdown-timeout"))
+            assert before >= DNS_CACHE_S + 10  # it says that it is well to the end: see its manifest
         elif words[0] == "engine":
             takes = float(flag(words, "shutdown-grace")) + FLUSH_S
         else:
@@ -182,6 +185,7 @@ def test_names_of_stateful_sets_exist(things):
     for thing in kind(things, "StatefulSet"):
         service = services[thing["spec"]["serviceName"]]
         assert service["spec"]["clusterIP"] == "None"
+        assert "publishNotReadyAddresses" not in service["spec"]  # who is going has to lose its name
         assert service["spec"]["selector"].items() <= thing["spec"]["template"]["metadata"]["labels"].items()
 
 
