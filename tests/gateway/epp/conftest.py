@@ -40,8 +40,12 @@ class Call:
         got = await self._stream.read()
         return None if got is grpc.aio.EOF else got
 
-    async def ask(self, body=None, headers=None, *, mode=FULL_DUPLEX, path=CHAT, subset=None):
+    async def ask(self, *arguments, **named):
         """A whole request; where it is to go, or the status that it is answered with."""
+        await self.send_request(*arguments, **named)
+        return await self.placed()
+
+    async def send_request(self, body=None, headers=None, *, mode=FULL_DUPLEX, path=CHAT, subset=None):
         pairs = {":method": "POST", ":path": path, **(headers or {})}
         listed = [{"key": key, "raw_value": value.encode()} for key, value in pairs.items()]
         metadata = {}
@@ -55,7 +59,6 @@ class Call:
         )
         data = json.dumps(chat() if body is None else body).encode()
         await self.send(request_body={"body": data, "end_of_stream": True})
-        return await self.placed()
 
     async def placed(self):
         head = await self.read()

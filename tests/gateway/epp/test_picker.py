@@ -81,6 +81,36 @@ async def test_a_stream_that_breaks_off_frees_everything(epp):
         assert it.server.picker.ends == {"aborted": 2}
 
 
+async def test_a_client_that_leaves_while_it_is_held_is_forgotten(epp):
+    async with epp(1) as it:
+        await it.start(hold_above_s=0.01, max_sequences=1)
+        running, held = it.call(), it.call()
+        await running.ask(chat("one " * 4000))
+        await held.send_request(chat("two " * 4000))
+        await it.until(lambda: it.server.router.counters().held == 1)
+        await held.leave()
+        await it.until(lambda: len(it.server.shell.completions) == 1)
+        assert it.server.router.counters().refused == {"rejected-context-cancelled": 1}
+        await running.answer(JSON)
+        await it.nothing_is_held()
+
+
+async def test_prompts_that_an_engine_tokenises_are_placed_later(epp):
+    async with epp(1) as it:
+        it.engines[0].tokens = list(range(40))
+        await it.start()
+        call = it.call()
+        assert await call.ask() == address(it.engines[0])
+        await call.answer(JSON)
+        await it.nothing_is_held()
+        (decision,) = it.server.router.decisions()
+        assert decision.prompt_tokens == 40
+        leaving = it.call()
+        await leaving.send_request(chat("another"))
+        await leaving.leave()
+        await it.nothing_is_held()
+
+
 @pytest.mark.interpreted
 async def test_a_bug_costs_one_request(epp, monkeypatch):
     async with epp(1) as it:
