@@ -138,6 +138,22 @@ async def test_bad_requests_are_answered_here(lab, body, status, word):
         assert it.picker.picker.ends == {"rejected": 1}
 
 
+FRAMINGS = ["content-length: 0\r\n\r\n", "transfer-encoding: chunked\r\n\r\n0\r\n\r\n"]
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_an_empty_body_is_passed_on_or_refused_as_its_path_wants(lab, framing):
+    async with lab() as it:
+        await it.start()
+        for path, status in ((CHAT, 400), ("/v1/unknown", 404)):
+            async with it.client() as client:
+                await client.send(f"POST {path} HTTP/1.1\r\nhost: test\r\n{framing}".encode())
+                assert (await client.answer()).status == status, path
+        assert served(it) == []
+        await it.nothing_is_held()
+        assert it.picker.picker.ends == {"rejected": 1, "completed": 1}
+
+
 async def test_a_body_over_the_limit_gets_413(lab):
     async with lab() as it:
         await it.start(picker_max_body_bytes=100_000)
