@@ -95,6 +95,14 @@ def test_a_held_request_goes_only_to_the_endpoints_that_it_names():
     assert lab.attempts["2"].endpoint == "a"
 
 
+def test_requests_that_nobody_follows_are_not_held():
+    lab = Lab(hold_above_s=0.1)
+    lab.up("a", max_sequences=1)
+    assert lab.ask("1", prompt(1, 16_000)) == "a"
+    assert lab.ask("2", prompt(2, 160)) is None
+    assert lab.ask("3", prompt(3, 160), followed=False) == "a"
+
+
 def test_where_a_proxy_went_by_itself_is_where_the_reservation_is():
     lab = lab_with("a", "b", "c")
     first = lab.ask("r", prompt("p", 160))

@@ -84,9 +84,9 @@ class InFlight:
 
     # -- what its door says
 
-    def arrive(self, prompt: Prompt, only: Sequence[str] | None = None) -> None:
+    def arrive(self, prompt: Prompt, only: Sequence[str] | None = None, *, followed: bool = True) -> None:
         """The prompt is known: let the router choose (unless the client left meanwhile), among the endpoints
-        `only` if that is given.
+        `only` if that is given. `followed`: its answer will be seen.
         """
         if self._over:
             return
@@ -109,6 +109,7 @@ class InFlight:
                 prompt_grade=PromptGrade(prompt.grade),
                 stream=asked.stream,
                 only=None if only is None else list(only),
+                followed=followed,
             )
         )
         if not self._over:

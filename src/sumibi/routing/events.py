@@ -127,6 +127,8 @@ class Arrived(Event, frozen=True):
     stream: bool = False
     only: list[str] | None = None
     """The endpoints that it may go to; None: any. Who is not among them does not exist for it."""
+    followed: bool = True
+    """Its answer will be seen. Else it is not held: how busy endpoints are is known too badly then."""
 
 
 class Admitted(Event, frozen=True):

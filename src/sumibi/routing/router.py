@@ -166,7 +166,7 @@ class Router:
             self._count.stale_events += 1
             return
         request.queued_t = self._t
-        if self._place(request, may_hold=True):
+        if self._place(request, may_hold=request.event.followed):
             return
         if len(self._waiting) >= self.config.max_waiting:
             self._refuse(event.request, 429, "rejected-saturated", "too many requests wait for an endpoint")
@@ -418,7 +418,8 @@ class Router:
             check_pairing(self.config.policy)
         endpoint = self._lives.up(event)
         for name, request in list(self._waiting.items()):
-            if request.event.model in endpoint.models and self._place(request, may_hold=True):
+            serves = request.event.model in endpoint.models
+            if serves and self._place(request, may_hold=request.event.followed):
                 self._waiting.pop(name, None)
         self._freed(endpoint, anew=True)
 

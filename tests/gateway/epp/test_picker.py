@@ -152,6 +152,15 @@ async def test_without_answers_the_ledger_is_an_estimate_that_engines_set_right(
         assert it.server.router.counters().finished == {"stop": 3}
 
 
+async def test_without_answers_nothing_is_held(epp):
+    async with epp(1) as it:
+        phase = ResponsePhase.OFF
+        await it.start(response_phase=phase, hold_above_s=0.01, max_sequences=1, scrape_interval_s=60)
+        for word in ("one ", "two ", "three "):
+            assert await it.call().ask(chat(word * 4000)) == address(it.engines[0])
+        assert it.server.router.counters().held == 0
+
+
 async def test_a_short_request_ends_as_predicted_where_no_scrape_says_otherwise(epp):
     async with epp(1) as it:
         await it.start(response_phase=ResponsePhase.OFF, scrape_interval_s=60)

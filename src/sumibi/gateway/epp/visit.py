@@ -229,7 +229,8 @@ class Visit:
         shell = self._picker.shell
         started = shell.now()
         try:
-            exchange.arrive(prompt, self._picker.named(request.subset))
+            picker = self._picker
+            exchange.arrive(prompt, picker.named(request.subset), followed=picker.sees(self.stream))
         except Exception:
             log.exception("placing %s failed", exchange.id)
             self._bug()
