@@ -31,8 +31,9 @@ HARMLESS = {
     r"^no request line received$": "an empty line before a request line may end in a bare LF for"
     " llhttp: it is thrown away, and a request line begins behind it for both",
     r"^illegal request line: bytearray\(b'(\\r)+[A-Z]": "so may a bare CR",
-    r"^illegal request line: bytearray\(b'[A-Z]+ \S+ {2,}HTTP/1\.[01]'\)$": "several spaces before the"
-    " version count as one (RFC 9112, 3, allows it), and are no part of the target",
+    r"^illegal request line: bytearray\(b'[A-Z]+ +\S+ +(HTTP|RTSP|ICE)/1\.[01]'\)$": "several spaces around"
+    " the target count as one (RFC 9112, 3, allows it), and are no part of it; llhttp reads two protocols"
+    " that are written like HTTP",
 }
 """What h11 says of a request that we take and it does not (a pattern) -> why no message's end moves."""
 

@@ -140,6 +140,7 @@ async def test_models_and_health_come_from_the_engines(lab):
             "other-model": 4096,
         }
         assert (await it.ask("/v1/models/other-model")).json["id"] == "other-model"
+        assert (await it.ask("/v1/models/other%2Dmodel")).json["id"] == "other-model"  # as SDKs send a slash
         assert (await it.ask("/health")).status == 200
         await first.stop()
         await second.stop()
@@ -175,6 +176,7 @@ async def test_bad_requests_are_answered_here_in_openai_s_shape(lab, path, metho
             error = answer.json["error"]
             assert (error["code"], error["param"]) == (code, param)
             assert error["message"]
+            assert answer.headers.get("x-request-id")
             # Nothing is lost by it: the connection goes on.
             assert (await client.ask(body=chat())).status == 200
         assert len(engine.requests) == 1

@@ -315,6 +315,19 @@ async def test_a_trickled_body_is_cut_off_although_bytes_keep_coming():
         writer.close()
 
 
+@pytest.mark.parametrize("drip", [b"\r\n", b"\n"])
+async def test_line_ends_that_begin_no_request_keep_no_connection_open(drip):
+    async with echo_server(keep_alive_s=0.2) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        closed = asyncio.ensure_future(reader.read())
+        async with asyncio.timeout(5):
+            while not closed.done():
+                writer.write(drip)
+                await asyncio.sleep(0.01)
+        assert closed.result() == b""
+        writer.close()
+
+
 async def test_head_requests_get_no_body():
     async with echo_server() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -91,6 +91,18 @@ def test_any_other_prompt_is_refused(prompt):
     assert str(error).startswith("prompt: ")
 
 
+def test_a_prompt_of_embeddings_is_one_that_nobody_reads_here():
+    request = parse_request(PLAIN, json.dumps({"model": "m", "prompt_embeds": "AAAA"}).encode())
+    assert request.opaque == "prompt_embeds"
+    both = {"model": "m", "prompt": None, "prompt_embeds": ["AAAA", "BBBB"]}
+    assert parse_request(PLAIN, json.dumps(both).encode()).opaque == "prompt_embeds"
+
+
+def test_a_completion_that_only_echoes_may_have_no_tokens():
+    body = {"model": "m", "prompt": "hi", "echo": True, "max_tokens": 0}
+    assert parse_request(PLAIN, json.dumps(body).encode()).max_tokens == 1  # the router's least
+
+
 BAD_FIELDS = [
     ({"model": 3}, "model", "`str`"),
     ({"model": ""}, "model", "length >= 1"),
@@ -136,10 +148,14 @@ def test_a_missing_field_is_named(path, field):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"model": "m",}', b'{"model": "\xff"}', b"nonsense", b'{"x": ' + b"[" * 100_000, b"\x00"],
+    [b"", b"{", b'{"model": "m",}', b'{"model": "\xff"}', b"nonsense", b"\x00"],
 )
 def test_a_body_that_is_no_json_is_refused(body):
     assert "the request body is not valid JSON" in str(refused(CHAT, body))
+
+
+def test_a_body_that_is_nested_without_end_is_refused():
+    assert "nested too deeply" in str(refused(CHAT, b'{"x": ' + b"[" * 100_000))
 
 
 def test_a_body_that_is_no_object_is_refused():

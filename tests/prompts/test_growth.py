@@ -73,6 +73,15 @@ HABITS = {
 }
 
 
+def test_many_arguments_are_not_proved_with():
+    growth = Growth(
+        ChatTemplate({"default": BASE + "{% if add_generation_prompt %}<|assistant|>{% endif %}"})
+    )
+    few, many = ({f"q{at}": at for at in range(count)} for count in (10, 1000))
+    assert growth.proof(Rendering(None, few, True)) is not None
+    assert growth.proof(Rendering(None, many, True)) is None
+
+
 @pytest.mark.parametrize("source", HABITS.values(), ids=HABITS.keys())
 def test_no_proof_for_a_template_that(source):
     assert Growth(ChatTemplate({"default": source})).proof(Rendering(None, {}, True)) is None

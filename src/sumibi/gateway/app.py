@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from urllib.parse import unquote
 
 import msgspec
 
@@ -15,8 +16,8 @@ from sumibi.core.errors import BadRequest, EngineUnavailable, UnknownModel
 from sumibi.gateway.asking import reader_for, refuse_what_is_ours, request_id
 from sumibi.gateway.completion import Completion
 from sumibi.gateway.counting import Counting
-from sumibi.gateway.errors import OPENAI, ErrorShape, error_body, shape_in
-from sumibi.gateway.headers import EXPLAIN_HEADER
+from sumibi.gateway.errors import OPENAI, error_body, shape_in
+from sumibi.gateway.headers import EXPLAIN_HEADER, answer_ids
 from sumibi.gateway.http1 import Connection, Exchange, Request
 from sumibi.gateway.prompting import ModelReader, ModelReaders
 from sumibi.gateway.shell import Shell
@@ -79,16 +80,18 @@ class App:
         if dialect is not None:
             if request.method == "POST":
                 return self._complete(path, dialect, request, connection)
-            _not_allowed(connection, ("POST",), shape_in(dialect))
+            self._refuse_method(request, connection, ("POST",), dialect)
             return None
         answer = self._small(path)
         if answer is None:
-            connection.respond(404, error_body(404, f"there is no {path} here", code="not_found"))
+            body = error_body(404, f"there is no {path} here", code="not_found")
+            connection.respond(404, body, headers=self._ids(request))
         elif request.method not in ("GET", "HEAD"):
-            _not_allowed(connection, ("GET", "HEAD"))
+            self._refuse_method(request, connection, ("GET", "HEAD"))
         else:
             status, body, content_type = answer
-            connection.respond(status, body, content_type=content_type)
+            ids = self._ids(request) if status >= 400 else None
+            connection.respond(status, body, content_type=content_type, headers=ids)
         return None
 
     # -- completions
@@ -108,7 +111,8 @@ class App:
         except (BadRequest, EngineUnavailable) as error:
             refused = shell.metrics.refused_requests
             refused[str(error.status)] = refused.get(str(error.status), 0) + 1
-            connection.respond(error.status, shape_in(dialect).body_of(error))
+            body = shape_in(dialect).body_of(error)
+            connection.respond(error.status, body, headers=self._ids(request, dialect))
             return None
         if dialect is Dialect.COUNT_TOKENS:
             return self._count(asked, reader, prompt, request, connection)
@@ -200,7 +204,22 @@ class App:
             given is not None and self._admin_key is not None and hmac.compare_digest(given, self._admin_key)
         )
 
-    # -- small answers
+    # -- answers of our own
+
+    def _ids(self, request: Request, dialect: Dialect | None = None) -> list[tuple[bytes, bytes]]:
+        return answer_ids(request_id(request.named, self._shell.completions), dialect)
+
+    def _refuse_method(
+        self,
+        request: Request,
+        connection: Connection,
+        methods: tuple[str, ...],
+        dialect: Dialect | None = None,
+    ) -> None:
+        allowed = ", ".join(methods)
+        shape = OPENAI if dialect is None else shape_in(dialect)
+        body = shape.body(405, f"only {allowed} is allowed here", "method_not_allowed", None)
+        connection.respond(405, body, headers=[(b"allow", allowed.encode()), *self._ids(request, dialect)])
 
     def _small(self, path: str) -> tuple[int, bytes, bytes] | None:
         """(status, body, content type) of the routes that need no engine; None for no such route."""
@@ -214,7 +233,7 @@ class App:
         if path == "/v1/models":
             return 200, _models(self._served.cards.values()), json
         if path.startswith("/v1/models/"):
-            card = self._served.cards.get(path.removeprefix("/v1/models/"))
+            card = self._served.cards.get(unquote(path.removeprefix("/v1/models/")))
             if card is not None:
                 return 200, msgspec.json.encode(card), json
             return (
@@ -227,9 +246,3 @@ class App:
 
 def _models(cards: Iterable[ModelCard]) -> bytes:
     return msgspec.json.encode({"object": "list", "data": list(cards)})
-
-
-def _not_allowed(connection: Connection, methods: tuple[str, ...], shape: ErrorShape = OPENAI) -> None:
-    allowed = ", ".join(methods)
-    body = shape.body(405, f"only {allowed} is allowed here", "method_not_allowed", None)
-    connection.respond(405, body, headers=[(b"allow", allowed.encode())])

@@ -13,7 +13,7 @@ import msgspec
 
 from sumibi.core.errors import BadRequest
 from sumibi.gateway.errors import shape_in
-from sumibi.gateway.headers import forwarded
+from sumibi.gateway.headers import answer_ids, forwarded
 from sumibi.gateway.http1 import Connection, Request
 from sumibi.gateway.metrics import Metrics
 from sumibi.gateway.passing import Passing
@@ -65,7 +65,7 @@ class Counting(Passing):
         trusted = not self._shell.metrics.model(self.asked.model).agreement.alarm
         if prompt.grade is PromptGrade.EXACT and trusted:
             self._count("gateway")
-            self._connection.respond(200, msgspec.json.encode({"input_tokens": prompt.prompt_tokens}))
+            self._respond(200, msgspec.json.encode({"input_tokens": prompt.prompt_tokens}))
             return
         shell, request = self._shell, self._request
         endpoint = shell.idlest(self.asked.model)
@@ -73,7 +73,7 @@ class Counting(Passing):
             self._count("refused")
             message = "no engine that serves the model is up"
             body = shape_in(self.asked.dialect).body(503, message, "rejected-no-endpoints", None)
-            self._connection.respond(503, body)
+            self._respond(503, body)
             return
         self._count("engine")
         head = forwarded(request, self._request_id, keep_credentials=self._keep_credentials)
@@ -84,19 +84,22 @@ class Counting(Passing):
         """The prompt cannot be read."""
         if not self._gone:
             self._count("refused")
-            self._connection.respond(error.status, shape_in(self.asked.dialect).body_of(error))
+            self._respond(error.status, shape_in(self.asked.dialect).body_of(error))
 
     def fail(self) -> None:
         """A bug of ours."""
         log.exception("counting the tokens of %s failed", self._request_id)
         if not self._gone:
             self._count("refused")
-            self._connection.respond(500, shape_in(self.asked.dialect).internal)
+            self._respond(500, shape_in(self.asked.dialect).internal)
 
     def client_gone(self) -> None:
         """Nobody waits for the answer."""
         self._gone = True
         super().client_gone()
+
+    def _respond(self, status: int, body: bytes) -> None:
+        self._connection.respond(status, body, headers=answer_ids(self._request_id, self.asked.dialect))
 
     def _count(self, by: str) -> None:
         counts = self._shell.metrics.token_counts

@@ -3,6 +3,7 @@
 from typing import Final
 
 from sumibi.gateway.http1 import HOP_BY_HOP, Request
+from sumibi.prompts.dialects import Dialect
 
 EXPLAIN_HEADER: Final = b"x-sumibi-explain"
 ATTEMPT_HEADER: Final = b"x-sumibi-attempt"
@@ -17,6 +18,8 @@ PREFILLED_HEADER: Final = b"x-sumibi-prefill"
 CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 """Either may hold the client's key: the first is OpenAI's way, the second Anthropic's."""
 
+_ANTHROPIC = (Dialect.MESSAGES, Dialect.COUNT_TOKENS)
+
 _NOT_FORWARDED = HOP_BY_HOP | {
     b"host",
     b"content-length",
@@ -28,6 +31,13 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     EXPLAIN_HEADER,
     ATTEMPT_HEADER,
 }
+
+
+def answer_ids(request_id: str, dialect: Dialect | None = None) -> list[tuple[bytes, bytes]]:
+    """Header lines of an answer that name its request; Anthropic's clients look for a name of their own."""
+    value = request_id.encode()
+    ids = [(b"x-request-id", value)]
+    return [*ids, (b"request-id", value)] if dialect in _ANTHROPIC else ids
 
 
 def forwarded(request: Request, request_id: str, *, keep_credentials: bool) -> bytes:

@@ -193,6 +193,7 @@ class Connection:  # an asyncio.Protocol in all but its base, which a compiled c
         self._head_bytes = 0
         self._offered: Request | None = None  # its head offers to switch protocols, and llhttp stopped there
         self._since = 0.0  # when the head or body being read began
+        self._idle_since = 0.0  # when it was opened, or the last answer sent: bare line ends are no request
         self._bare_bytes = 0  # received for the request being read without adding header or body
         self._queue: deque[Request] = deque()
         self._in_flight: Request | None = None
@@ -239,6 +240,7 @@ class Connection:  # an asyncio.Protocol in all but its base, which a compiled c
         request, self._in_flight, self._exchange = self._in_flight, None, None
         if request is not None:
             self._server.buffered_bytes -= request.body_bytes
+        self._idle_since = self._server.now()
         if last:
             self._close()
         elif not self._handling:
@@ -265,7 +267,8 @@ class Connection:  # an asyncio.Protocol in all but its base, which a compiled c
 
     def drain(self) -> None:
         """The server is going down: close soon if nothing is in flight or being read."""
-        self._set_deadline(self._server.now())
+        self._idle_since = self._server.now()
+        self._set_deadline(self._idle_since)
 
     def close_idle(self) -> None:
         """Close now if nothing is in flight or being read."""
@@ -281,7 +284,8 @@ class Connection:  # an asyncio.Protocol in all but its base, which a compiled c
         if not self._server.opened(self):
             self.abort()
             return
-        self._set_deadline(self._server.now())
+        self._idle_since = self._server.now()
+        self._set_deadline(self._idle_since)
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then start what became complete."""
@@ -498,7 +502,8 @@ class Connection:  # an asyncio.Protocol in all but its base, which a compiled c
         if self._in_flight is not None:
             self.deadline = math.inf
         elif self._reading is None:
-            self.deadline = now + (_LAST_CALL_S if self._server.draining else limits.keep_alive_s)
+            quiet_s = _LAST_CALL_S if self._server.draining else limits.keep_alive_s
+            self.deadline = self._idle_since + quiet_s
         elif self._head_done:
             self.deadline = self._since + limits.body_s + self._reading.body_bytes / _BODY_RATE_BYTES_S
         else:

@@ -5,6 +5,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import time
 from typing import Final
@@ -26,6 +27,10 @@ from sumibi.gateway.tenants import Tenants
 from sumibi.routing import router
 from sumibi.routing.events import Role
 
+MOST_CLIENTS: Final = 20_000
+"""Connected at once; fewer where the system allows fewer open files."""
+OTHER_FILES: Final = 200
+"""Kept for what is neither a client nor its connection to an engine: health checks, KV events, logs."""
 ABORT_S: Final = 2.0
 """After the drain time: for error events and answers to reach their clients."""
 
@@ -107,12 +112,29 @@ class Gateway(Assembly):
         options = self.options
         timeouts = options.timeouts
         return Limits(
+            connections=clients_within(open_files()),
             body_bytes=options.max_body_bytes,
             head_s=timeouts.request_head_s,
             body_s=timeouts.request_body_s,
             keep_alive_s=timeouts.keep_alive_s,
             write_s=timeouts.client_write_s,
         )
+
+
+def open_files() -> int:
+    """Raise this process's limit of open files as far as is of use, and allowed; what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CLIENTS + OTHER_FILES
+    may = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < may:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (may, hard))
+        soft = may
+    return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+def clients_within(files: int) -> int:
+    """Clients that may be connected with so many open files: each may need a connection to an engine, too."""
+    return max(1, min(MOST_CLIENTS, (files - OTHER_FILES) // 2))
 
 
 async def serve(options: GatewayOptions) -> int:
@@ -143,6 +165,9 @@ def _announce(gateway: Gateway) -> None:
     options = gateway.options
     code = "compiled" if str(router.__file__).endswith(".so") else "not compiled"
     log.info("serving on http://%s:%d (%s)", options.host, gateway.server.port, code)
+    most = gateway.server.limits.connections
+    if most < MOST_CLIENTS:
+        log.warning("at most %d clients at once: the system allows no more open files (ulimit -n)", most)
     if gateway.admin_server is not None:
         log.info("admin door on http://%s:%d", options.admin_host, gateway.admin_server.port)
         if options.admin_key is None and options.admin_key_file is None:

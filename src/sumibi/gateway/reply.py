@@ -9,6 +9,7 @@ from typing import Final
 
 from sumibi.gateway.answers import EventStream, JsonAnswer
 from sumibi.gateway.errors import shape_in
+from sumibi.gateway.headers import answer_ids
 from sumibi.gateway.http1 import HOP_BY_HOP, Connection, Header, response_head
 from sumibi.gateway.readings import Usage, reading_of
 from sumibi.gateway.rewriting import Cached
@@ -48,8 +49,7 @@ class Reply:
         self.ended = False
         """Its end, too."""
         self._connection = connection
-        names = (b"x-request-id", b"request-id") if dialect is Dialect.MESSAGES else (b"x-request-id",)
-        self._ids = [(name, request_id.encode()) for name in names]  # the second is Anthropic's
+        self._ids = answer_ids(request_id, dialect)
         self._dialect = dialect
         self._one_zero = one_zero
         self._headers: list[Header] = []

@@ -223,6 +223,12 @@ class EngineConnection:  # as http1.Connection an asyncio.Protocol in all but it
 
     # -- asyncio.Protocol
 
+    def pause_writing(self) -> None:
+        """The engine reads a large request slowly: all of it is in the transport's buffer already."""
+
+    def resume_writing(self) -> None:
+        """It caught up."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected."""
         self._transport = cast("asyncio.Transport", transport)

@@ -26,6 +26,9 @@ from sumibi.prompts.template import ChatTemplate, Message
 _MAX_PROOFS: Final = 32
 """Sets of template arguments that get a proof; requests with other ones are rendered whole."""
 
+_MOST_ARGUMENT_BYTES: Final = 4096
+"""Requests with more of them are rendered whole, too: a proof renders with them dozens of times."""
+
 HEAD_MESSAGES: Final = 3
 """The first user message is looked for this far; it belongs to the head."""
 
@@ -66,7 +69,7 @@ class Growth:
         arguments = msgspec.json.encode(rendering.arguments, order="deterministic")
         use = (None if tools is None else bool(tools), arguments)
         if use not in self._proofs:
-            if len(self._proofs) >= _MAX_PROOFS:
+            if len(self._proofs) >= _MAX_PROOFS or len(arguments) > _MOST_ARGUMENT_BYTES:
                 return None
             some = None if tools is None else tools[:2]
             self._proofs[use] = self._prove(Rendering(some, rendering.arguments, False))

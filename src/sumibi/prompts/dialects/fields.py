@@ -9,6 +9,7 @@ from sumibi.core.errors import BadRequest
 Raw = msgspec.Raw
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -27,7 +28,9 @@ def decode_body(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
             param = problem.split("`")[1]
             problem = "this field is required"
         raise BadRequest(f"{param or 'request body'}: {problem}", param=param) from cause
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
+    except RecursionError as cause:
+        raise BadRequest("the request body is nested too deeply") from cause
+    except (msgspec.DecodeError, UnicodeDecodeError) as cause:
         raise BadRequest(f"the request body is not valid JSON: {cause}") from cause
 
 

@@ -9,6 +9,7 @@ from sumibi.prompts.dialects.fields import (
     Raw,
     decode_body,
     decode_objects,
+    first_byte,
     given,
     raw_list,
 )
@@ -64,7 +65,14 @@ def parse_chat(body: bytes) -> PromptRequest:
 def parse_completion(body: bytes) -> PromptRequest:
     """`POST /v1/completions`. Raises as `parse_chat` does."""
     view = decode_body(_completion_view, body)
-    texts, token_ids = prompts_of(view.prompt)
+    embeds = first_byte(view.prompt_embeds) in (b'"', b"[")
+    token_ids: list[list[int]] = []
+    if first_byte(view.prompt) not in (b"", b"n"):
+        texts, token_ids = prompts_of(view.prompt)
+    elif embeds:
+        texts = [bytes(view.prompt_embeds).decode()]
+    else:
+        raise BadRequest("prompt: this field is required", param="prompt")
     return PromptRequest(
         dialect=Dialect.COMPLETIONS,
         kind=PromptKind.TOKENS if token_ids else PromptKind.TEXT,
@@ -73,12 +81,12 @@ def parse_completion(body: bytes) -> PromptRequest:
         token_ids=token_ids,
         add_special_tokens=view.add_special_tokens,
         cache_salt=view.cache_salt or "",
-        opaque=_truncation(view),
+        opaque="prompt_embeds" if embeds else _truncation(view),
         transfer=view.transfer,
         stream=bool(view.stream),
         include_usage=_include_usage(view),
         n=view.n or 1,
-        max_tokens=view.max_tokens,
+        max_tokens=view.max_tokens if view.max_tokens is None else max(1, view.max_tokens),
     )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sumibi.prompts.dialects.fields import NonEmpty, Positive, Raw, TransferFields
+from sumibi.prompts.dialects.fields import NonEmpty, NotNegative, Positive, Raw, TransferFields
 
 
 class StreamOptions(msgspec.Struct):
@@ -43,7 +43,8 @@ class ChatView(View, kw_only=True):
 class CompletionView(View, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: Raw
-    # The dialect's own default, 16; an explicit null lifts it.
-    max_tokens: Positive | None = 16
+    prompt: Raw = Raw()
+    prompt_embeds: Raw = Raw()
+    # The dialect's own default, 16; an explicit null lifts it. With `echo` it may be 0.
+    max_tokens: NotNegative | None = 16
     add_special_tokens: bool = True
