@@ -1,10 +1,13 @@
-"""Open files: no more clients than there are files for, so that engines and their events keep theirs."""
+"""Connections and files: no more clients than there are files for, so that engines keep theirs."""
 
+import asyncio
 import resource
 
 import pytest
 
+from sumibi.gateway.http1 import Connection
 from sumibi.gateway.main import MOST_CLIENTS, OTHER_FILES, clients_within, open_files
+from sumibi.gateway.upstream import EngineConnection
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,13 @@ def test_the_limit_is_raised_as_far_as_is_allowed():
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == found == min(hard, 40_200)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("connection", [Connection, EngineConnection])
+def test_connections_are_protocols_although_they_have_no_base(connection):
+    """The loop calls all of these; `pause_writing` only for bodies that the other side reads slowly."""
+    told = [name for name in vars(asyncio.Protocol) if not name.startswith("_")]
+    told += [name for name in vars(asyncio.BaseProtocol) if not name.startswith("_")]
+    assert {"data_received", "pause_writing", "connection_lost"} <= {*told}
+    for name in told:
+        assert callable(getattr(connection, name)), name
