@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from sumibi.console import print_key_check
 from sumibi.core.errors import BadRequest, ConfigError, EngineUnavailable
 from sumibi.keycheck.checking import check_keys
 from sumibi.prompts.dialects import parse_request
@@ -191,6 +192,15 @@ def test_what_both_refuse_is_no_difference_and_what_one_refuses_is(engine, direc
     both = check(lenient, directory)
     assert both.ok
     assert sum(habit.refused for habit in both.habits) > 0
+
+
+def test_habits_that_no_conversation_was_made_for_are_named(engine, directory, capsys):
+    url = engine(reading(directory))
+    few = check(url, directory, count=2)
+    assert len(few.not_tried) == len(HABITS) - 2
+    print_key_check(few, json=False)
+    assert f"not tried: {few.not_tried[0]}, " in capsys.readouterr().out
+    assert check(url, directory, count=13).not_tried == []
 
 
 def test_nothing_compared_is_not_exact(engine, directory):

@@ -262,6 +262,8 @@ def print_key_check(found: "KeyCheck", *, json: bool) -> None:
         say(f"  for example {first.habit}, a request of {first.messages} messages, {where}:")
         say(f"    here    {first.here!r}")
         say(f"    engine  {first.engine!r}")
+    if found.not_tried:
+        say(f"not tried: {', '.join(found.not_tried)}; ask for more --conversations")
     if found.ok:
         say(f"exact: {found.compared} requests have the same tokens here and at the engine")
     elif not found.differences:

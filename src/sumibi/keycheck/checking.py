@@ -10,7 +10,7 @@ from sumibi.keycheck.asking import EngineDoor, Refused, Route, Served
 from sumibi.keycheck.causes import Request, likely_cause
 from sumibi.prompts.dialects import parse_request
 from sumibi.prompts.keys import PromptReader
-from sumibi.prompts.samples import Conversation, conversations
+from sumibi.prompts.samples import HABITS, Conversation, conversations
 from sumibi.prompts.template import ChatTemplate
 from sumibi.prompts.tokenizer import Tokenizer
 
@@ -70,6 +70,12 @@ class KeyCheck(msgspec.Struct):
     def compared(self) -> int:
         """Those of which both sides had tokens or only one did."""
         return sum(habit.same + habit.different for habit in self.habits)
+
+    @property
+    def not_tried(self) -> list[str]:
+        """Habits for which there were too few conversations."""
+        tried = {habit.habit for habit in self.habits}
+        return [habit for habit in HABITS if habit not in tried]
 
     @property
     def ok(self) -> bool:
