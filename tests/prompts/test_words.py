@@ -215,6 +215,16 @@ def test_words_that_are_never_met_again_take_no_more_memory_and_are_hardly_learn
     assert learnt <= ahead + 300 / rooms.LEARNT_OF + 2
 
 
+def test_a_word_without_end_is_read_and_not_kept():
+    backend = BY_WORDS["cl100k and NFC"]
+    words = words_of(backend)
+    known = next(text for text in READ if text.isascii())[:2000]
+    for text in ("a" * 5000, known, known + " " + "b" * 5000):
+        assert words.ids(text) == backend.encode(text).ids
+    assert words._young
+    assert max(map(len, words._young)) <= rooms.MOST_CHARACTERS
+
+
 def completion(text):
     return parse_request("/v1/completions", json.dumps({"model": "m", "prompt": text}).encode())
 

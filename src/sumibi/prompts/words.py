@@ -21,6 +21,8 @@ from sumibi.prompts import cuts
 
 MOST_WORDS: Final = 16_384
 """In one generation. Two are kept: what is used moves into the younger, the older is dropped with it full."""
+MOST_CHARACTERS: Final = 64
+"""Of a word that is kept: a longer one, a megabyte of one letter even, is hardly met again."""
 FEW_NEW: Final = 8
 """New words are read one by one if they are no more than one in so many; else the whole text is."""
 LEARNT_AHEAD: Final = 1 << 18
@@ -111,7 +113,8 @@ class Words:
                     if new * FEW_NEW > len(words):
                         return self._whole(text, words)
                     ids = [token.id for token in self._model.tokenize(word.translate(_AS_BYTES))]
-                known[word] = ids
+                if len(word) <= MOST_CHARACTERS:
+                    known[word] = ids
             out += ids
         if new:
             self._may_learn = min(self._may_learn + len(text), LEARNT_AHEAD)
@@ -140,7 +143,8 @@ class Words:
             return None
         at, known = 0, self._young
         for word, count in zip(words, places, strict=True):
-            known[word] = ids[at : at + count]
+            if len(word) <= MOST_CHARACTERS:
+                known[word] = ids[at : at + count]
             at += count
         return ids
 
