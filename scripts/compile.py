@@ -38,6 +38,7 @@ LEFT = frozenset(
                 "server",
                 "assembly",
                 "sidecar",
+                "stopping",
                 "supervision",
             )
         ),

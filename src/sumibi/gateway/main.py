@@ -6,7 +6,6 @@
 import asyncio
 import logging
 import resource
-import signal
 import time
 from typing import Final
 
@@ -23,6 +22,7 @@ from sumibi.gateway.http1 import Limits
 from sumibi.gateway.options import GatewayOptions
 from sumibi.gateway.paths import state_directory
 from sumibi.gateway.server import HttpServer
+from sumibi.gateway.stopping import on_signals
 from sumibi.gateway.tenants import Tenants
 from sumibi.routing import router
 from sumibi.routing.events import Role
@@ -144,14 +144,7 @@ async def serve(options: GatewayOptions) -> int:
     gateway = Gateway(options)
     await gateway.start()
     _announce(gateway)
-    loop = asyncio.get_running_loop()
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+    stop, hurry = on_signals()
     completions = gateway.shell.completions
     collecting = asyncio.create_task(keep_collecting(lambda: bool(completions), time.monotonic))
     await stop.wait()

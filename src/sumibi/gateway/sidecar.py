@@ -8,7 +8,6 @@ through. A prefill half that fails leads to a whole run on the decode engine.
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from sumibi.gateway.readings import Usage
 from sumibi.gateway.server import HttpServer
 from sumibi.gateway.shell import Target
 from sumibi.gateway.sides import Sides
+from sumibi.gateway.stopping import on_signals
 from sumibi.gateway.terms import Terms
 from sumibi.gateway.transfers import Transfer, transfer_of
 from sumibi.gateway.upstream import Call, Sink, Upstream
@@ -290,14 +290,7 @@ async def serve(options: SidecarOptions) -> int:
     sidecar = Sidecar(options)
     await sidecar.start()
     log.info("sidecar of %s on http://%s:%d", options.decode.url, options.host, sidecar.server.port)
-    loop = asyncio.get_running_loop()
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+    stop, hurry = on_signals()
     await stop.wait()
     await sidecar.stop(options.timeouts.drain_s, hurry)
     return 0

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import time
 from typing import Final
 
@@ -26,6 +25,7 @@ from sumibi.gateway.errors import error_body
 from sumibi.gateway.http1 import Connection, Limits, Request
 from sumibi.gateway.options import EngineOption
 from sumibi.gateway.server import HttpServer
+from sumibi.gateway.stopping import on_signals
 from sumibi.gateway.tenants import Tenants
 from sumibi.routing.events import Signals
 
@@ -183,14 +183,7 @@ async def serve(options: EppOptions) -> int:
         *(options.gateway.host, server.grpc_port, "TLS" if options.secure else "no TLS"),
         *(server.health_port, server.metrics_port),
     )
-    loop = asyncio.get_running_loop()
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def signalled() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
+    stop, hurry = on_signals()
     visits = server.picker.visits
     collecting = asyncio.create_task(keep_collecting(lambda: bool(visits), time.monotonic))
     await stop.wait()
